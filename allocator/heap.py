@@ -1,0 +1,372 @@
+"""Place blocks in a linear space of offsets; no memory is touched.
+
+Covers best fit, address order, coalescing, the fast path and the search for the cheapest contiguous
+run. Does not cover addresses, budgets, locks or threads: the pool adds them.
+
+1. The blocks, live and free, tile the space without gap or overlap.
+2. After `coalesce`, no two neighbouring blocks are both free.
+3. `used_bytes` and `requested_bytes` are exact at every moment between calls.
+
+A freed block first goes to the list of its exact size, from which the next request of that size
+takes it: the steady state costs a dictionary lookup. Such *deferred* blocks join the
+address-ordered free space only when a request misses and the free space proper is no longer ample.
+
+*Source*: best fit with address order and deferred coalescing are as in Wilson et al., "Dynamic
+Storage Allocation: A Survey and Critical Review" (1995), sections 3.4 to 3.6; two ends as in their
+"two-way" placement for long-lived objects.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from math import inf
+from typing import NamedTuple
+
+from dynamemo.allocator.errors import InternalError
+
+__all__ = ["BlockHeap", "End", "HeapBlock"]
+
+#: A free block's sort key is ``block_bytes << _SHIFT | offset``, so offsets stay below 256 TiB.
+_SHIFT = 48
+_OFFSET_MASK = (1 << _SHIFT) - 1
+#: More exact-size lists than this are merged at the next miss, so that sizes that never return do
+#: not pile up.
+_MAX_DEFERRED_SIZES = 4096
+
+
+class End(Enum):
+    """The end of the space a block is placed towards."""
+
+    #: Transient blocks: the low end.
+    LOW = 0
+    #: Long-lived blocks: the high end.
+    HIGH = 1
+
+
+class HeapBlock(NamedTuple):
+    """One block as `BlockHeap.blocks` shows it."""
+
+    #: First byte, relative to the start of the space.
+    offset: int
+    #: Length in bytes.
+    block_bytes: int
+    #: Whether nobody has it.
+    is_free: bool
+
+
+class BlockHeap:
+    """Best-fit allocator of offsets.
+
+    Parameters
+    ----------
+    capacity_bytes : int
+        Length of the space; rounded down to whole granules.
+    granularity_bytes : int
+        Every block's offset and length are multiples of it; a power of two.
+
+    Raises
+    ------
+    ValueError
+        If `granularity_bytes` is no power of two or the space is shorter than one granule.
+    """
+
+    __slots__ = (
+        "_deferred",
+        "_deferred_high",
+        "_free_at",
+        "_free_end",
+        "_high",
+        "_inverse",
+        "_keys",
+        "_live",
+        "_mask",
+        "capacity_bytes",
+        "granularity_bytes",
+        "requested_bytes",
+        "used_bytes",
+    )
+
+    def __init__(self, capacity_bytes: int, *, granularity_bytes: int = 512) -> None:
+        if granularity_bytes < 1 or granularity_bytes & (granularity_bytes - 1):
+            raise ValueError(f"granularity_bytes is {granularity_bytes}, not a power of two")
+        capacity_bytes -= capacity_bytes % granularity_bytes
+        if not 0 < capacity_bytes <= _OFFSET_MASK:
+            raise ValueError(f"capacity_bytes must be from {granularity_bytes} to {_OFFSET_MASK}")
+        #: Length of the space in bytes.
+        self.capacity_bytes = capacity_bytes
+        #: Unit of placement in bytes.
+        self.granularity_bytes = granularity_bytes
+        #: Block bytes of live blocks.
+        self.used_bytes = 0
+        #: Bytes asked for by live blocks, before rounding.
+        self.requested_bytes = 0
+        self._mask = granularity_bytes - 1
+        self._inverse = -granularity_bytes
+        self._live: dict[int, int] = {}  # offset -> requested bytes
+        self._high: set[int] = set()  # offsets of live blocks that were placed high
+        self._deferred: dict[int, list[int]] = {}  # block bytes -> offsets
+        self._deferred_high: dict[int, list[int]] = {}  # the same for blocks that were placed high
+        self._free_at: dict[int, int] = {0: capacity_bytes}  # offset -> block bytes
+        self._free_end: dict[int, int] = {capacity_bytes: 0}  # end -> offset
+        self._keys: list[int] = [capacity_bytes << _SHIFT]
+
+    def block_bytes_for(self, requested_bytes: int) -> int:
+        """Return the length of the block that a request gets, in bytes."""
+        return (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
+
+    def allocate(self, requested_bytes: int, *, end: End = End.LOW) -> int | None:
+        """Take a block: the smallest free one that is long enough.
+
+        Parameters
+        ----------
+        requested_bytes : int
+            At least 0; 0 takes one granule.
+        end : End
+            Decides between equally long free blocks, and which side of the chosen one is taken.
+
+        Returns
+        -------
+        int or None
+            The offset; None where no free run is long enough (nothing changed then, except that
+            free neighbours are now merged).
+        """
+        block_bytes = (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
+        is_high = end is End.HIGH
+        offsets = (self._deferred_high if is_high else self._deferred).get(block_bytes)
+        if offsets:
+            offset = offsets.pop()
+        else:
+            placed = self._place(block_bytes, end)
+            if placed is None:
+                return None
+            offset = placed
+        if is_high:
+            self._high.add(offset)
+        self._live[offset] = requested_bytes
+        self.used_bytes += block_bytes
+        self.requested_bytes += requested_bytes
+        return offset
+
+    def free(self, offset: int) -> None:
+        """Give a block back.
+
+        Raises
+        ------
+        InternalError
+            If no live block starts at `offset`; nothing changed then.
+        """
+        requested_bytes = self._live.pop(offset, None)
+        if requested_bytes is None:
+            raise InternalError(f"no live block at offset {offset}")
+        block_bytes = (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
+        self.used_bytes -= block_bytes
+        self.requested_bytes -= requested_bytes
+        deferred = self._deferred
+        if offset in self._high:
+            self._high.discard(offset)
+            deferred = self._deferred_high
+        offsets = deferred.get(block_bytes)
+        if offsets is None:
+            deferred[block_bytes] = [offset]
+        else:
+            offsets.append(offset)
+
+    def coalesce(self) -> None:
+        """Merge every deferred block with its free neighbours."""
+        for deferred in (self._deferred, self._deferred_high):
+            while deferred:
+                block_bytes, offsets = deferred.popitem()
+                for offset in offsets:
+                    self._merge(offset, block_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free blocks."""
+        return self.capacity_bytes - self.used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Longest free run in bytes; merges first."""
+        self.coalesce()
+        return self._keys[-1] >> _SHIFT if self._keys else 0
+
+    @property
+    def tail_free_bytes(self) -> int:
+        """Free run at the very end in bytes, which a larger space would lengthen; merges first."""
+        self.coalesce()
+        return self.capacity_bytes - self._free_end.get(self.capacity_bytes, self.capacity_bytes)
+
+    def block_bytes(self, offset: int) -> int:
+        """Return the length of the live block at `offset`, in bytes."""
+        return self.block_bytes_for(self._live[offset])
+
+    def blocks(self) -> Iterator[HeapBlock]:
+        """Yield all blocks in address order; merges first."""
+        self.coalesce()
+        free_at = self._free_at
+        for offset in sorted([*self._live, *free_at]):
+            block_bytes = free_at.get(offset)
+            if block_bytes is None:
+                yield HeapBlock(offset, self.block_bytes(offset), False)
+            else:
+                yield HeapBlock(offset, block_bytes, True)
+
+    def cheapest_window(self, nbytes: int, costs: Mapping[int, float]) -> tuple[int, ...] | None:
+        """Find the run of neighbouring blocks that is cheapest to make free.
+
+        Parameters
+        ----------
+        nbytes : int
+            The run's least length.
+        costs : mapping of int to float
+            For the offset of each live block that may be freed, the cost of freeing it, at least 0.
+            Blocks that are missing, or infinitely dear, may not be touched.
+
+        Returns
+        -------
+        tuple of int or None
+            Offsets to free, in address order (empty where a free run is long enough already); None
+            where no run is long enough. Among equally cheap runs the one that frees the fewest
+            bytes, then the lowest.
+        """
+        return _cheapest_window(self.blocks(), nbytes, costs)
+
+    def rebuild(self, live: Mapping[int, int]) -> None:
+        """Make everything anew from the live blocks, after an operation was interrupted half-way.
+
+        Parameters
+        ----------
+        live : mapping of int to int
+            Requested bytes by offset: the truth.
+        """
+        self._live = dict(live)
+        self._high &= live.keys()
+        self._deferred, self._deferred_high = {}, {}
+        self._free_at, self._free_end, self._keys = {}, {}, []
+        used_bytes = position = 0
+        for offset in sorted(self._live):
+            if offset > position:
+                self._add_free(position, offset - position)
+            block_bytes = self.block_bytes(offset)
+            used_bytes += block_bytes
+            position = offset + block_bytes
+        if position < self.capacity_bytes:
+            self._add_free(position, self.capacity_bytes - position)
+        self.used_bytes = used_bytes
+        self.requested_bytes = sum(self._live.values())
+
+    def validate(self) -> None:
+        """Check the invariants.
+
+        Raises
+        ------
+        InternalError
+            If one does not hold.
+        """
+        position = used_bytes = 0
+        was_free = False
+        for block in self.blocks():
+            if block.offset != position:
+                raise InternalError(f"block at {block.offset}, expected one at {position}")
+            if block.is_free and was_free:
+                raise InternalError(f"free neighbours at {block.offset} are not merged")
+            used_bytes += 0 if block.is_free else block.block_bytes
+            position += block.block_bytes
+            was_free = block.is_free
+        if position != self.capacity_bytes:
+            raise InternalError(f"blocks end at {position} of {self.capacity_bytes}")
+        if (used_bytes, sum(self._live.values())) != (self.used_bytes, self.requested_bytes):
+            raise InternalError(f"{self.used_bytes} bytes accounted, {used_bytes} used")
+        keys = sorted(size << _SHIFT | offset for offset, size in self._free_at.items())
+        ends = {offset + size: offset for offset, size in self._free_at.items()}
+        if keys != self._keys or ends != self._free_end:
+            raise InternalError("the indexes of free blocks disagree")
+
+    def _place(self, block_bytes: int, end: End) -> int | None:
+        if not self._is_ample():
+            self.coalesce()
+        keys = self._keys
+        position = bisect_left(keys, block_bytes << _SHIFT)
+        if position == len(keys):
+            if not self._deferred and not self._deferred_high:
+                return None
+            self.coalesce()
+            return self._place(block_bytes, end)
+        if end is End.HIGH:
+            found_bytes = keys[position] >> _SHIFT
+            position = bisect_left(keys, (found_bytes + 1) << _SHIFT) - 1
+        return self._split(keys.pop(position), block_bytes, end)
+
+    def _is_ample(self) -> bool:
+        # Cutting new blocks off a large free run keeps the exact-size lists intact for the next
+        # iteration.
+        keys = self._keys
+        if not keys or 4 * (keys[-1] >> _SHIFT) < self.capacity_bytes:
+            return False
+        return len(self._deferred) + len(self._deferred_high) <= _MAX_DEFERRED_SIZES
+
+    def _split(self, key: int, block_bytes: int, end: End) -> int:
+        offset = key & _OFFSET_MASK
+        free_bytes = self._free_at.pop(offset)
+        del self._free_end[offset + free_bytes]
+        left_bytes = free_bytes - block_bytes
+        if not left_bytes:
+            return offset
+        if end is End.HIGH:
+            self._add_free(offset, left_bytes)
+            return offset + left_bytes
+        self._add_free(offset + block_bytes, left_bytes)
+        return offset
+
+    def _merge(self, offset: int, block_bytes: int) -> None:
+        keys = self._keys
+        before = self._free_end.pop(offset, None)
+        if before is not None:
+            before_bytes = self._free_at.pop(before)
+            del keys[bisect_left(keys, before_bytes << _SHIFT | before)]
+            offset, block_bytes = before, block_bytes + before_bytes
+        after = offset + block_bytes
+        after_bytes = self._free_at.pop(after, None)
+        if after_bytes is not None:
+            del keys[bisect_left(keys, after_bytes << _SHIFT | after)]
+            del self._free_end[after + after_bytes]
+            block_bytes += after_bytes
+        self._add_free(offset, block_bytes)
+
+    def _add_free(self, offset: int, block_bytes: int) -> None:
+        self._free_at[offset] = block_bytes
+        self._free_end[offset + block_bytes] = offset
+        insort(self._keys, block_bytes << _SHIFT | offset)
+
+
+def _cheapest_window(
+    blocks: Iterator[HeapBlock], nbytes: int, costs: Mapping[int, float]
+) -> tuple[int, ...] | None:
+    run: list[tuple[HeapBlock, float]] = []
+    start = run_bytes = freed_bytes = 0
+    run_cost = 0.0
+    best: tuple[float, int] | None = None
+    chosen, chosen_from, chosen_to = run, 0, 0
+    for block in blocks:
+        cost = 0.0 if block.is_free else costs.get(block.offset, inf)
+        if cost == inf:
+            run, start, run_bytes, freed_bytes, run_cost = [], 0, 0, 0, 0.0
+            continue
+        run.append((block, cost))
+        run_bytes += block.block_bytes
+        run_cost += cost
+        freed_bytes += 0 if block.is_free else block.block_bytes
+        while run_bytes - run[start][0].block_bytes >= nbytes:
+            first, first_cost = run[start]
+            run_bytes -= first.block_bytes
+            run_cost -= first_cost
+            freed_bytes -= 0 if first.is_free else first.block_bytes
+            start += 1
+        if run_bytes >= nbytes and (best is None or (run_cost, freed_bytes) < best):
+            best = (run_cost, freed_bytes)
+            chosen, chosen_from, chosen_to = run, start, len(run)
+    if best is None:
+        return None
+    return tuple(block.offset for block, _ in chosen[chosen_from:chosen_to] if not block.is_free)

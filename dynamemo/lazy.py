@@ -1,0 +1,340 @@
+"""Slots that bring an array back when somebody reads them.
+
+An evicted array leaves a *hole* behind: in an attribute of a graph node or a function (the object
+changes to a subclass of its class whose property of that name restores on reading, and changes back
+when the last hole is filled), or in the one-element list that a Chainer `Variable` keeps its array
+in. So no reader, inside Chainer or outside, can meet a missing value; hooks only make it early.
+
+What it does not cover: objects without a `__dict__`, and arrays inside lists or dictionaries that
+an attribute holds (left unmanaged).
+
+Invariants kept here:
+  3. Reading a hole gives the value (or raises, and the hole stays).
+  4. A filled object has its own class and a plain `__dict__` again.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from dynamemo.storage import Array, Hole, Storage
+
+#: Key in the instance dictionary of an object with holes: attribute name -> template.
+_HOLES = "_dynamemo_holes"
+
+#: Code objects of readers that only look whether an array is there (the binding fills it): to
+#: them a hole reads as None, as data that was never retained does.
+PEEKERS: set[CodeType] = set()
+
+
+def _is_peeking() -> bool:
+    frame = sys._getframe(2)
+    if frame.f_code in PEEKERS:
+        return True
+    caller = frame.f_back
+    return caller is not None and caller.f_code in PEEKERS
+
+
+def original_class(obj: object) -> type:
+    """Return the class of an object as its owner knows it, with or without holes."""
+    cls = type(obj)
+    return cls.__mro__[1] if "_dynamemo_lazy" in cls.__dict__ else cls
+
+
+@functools.cache
+def _lazy_class(cls: type) -> type:
+    def reduce_whole(self: Any, protocol: Any) -> Any:
+        for hole in all_holes(self):
+            hole.restore()
+        return self.__reduce_ex__(protocol)
+
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__slots__": (),
+        "__reduce_ex__": reduce_whole,
+        "_dynamemo_lazy": True,
+    }
+    return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _lazy_property(lazy: type, name: str) -> property:
+    """Make the property that stands for attribute `name` in objects with holes."""
+
+    def read(self: Any) -> Any:
+        holes = self.__dict__.get(_HOLES)
+        if holes is not None and name in holes:
+            if _is_peeking():
+                return None
+            for hole in _holes_in(holes[name]):
+                hole.restore()
+        if name in self.__dict__:
+            return self.__dict__[name]
+        return getattr(super(lazy, self), name)
+
+    def write(self: Any, value: Any) -> None:
+        _discard(self, name)
+        self.__dict__[name] = value
+
+    def delete(self: Any) -> None:
+        _discard(self, name)
+        self.__dict__.pop(name, None)
+
+    return property(read, write, delete)
+
+
+def _holes_in(template: Any) -> list[Hole]:
+    if isinstance(template, Hole):
+        return [template]
+    if type(template) is not tuple:
+        return []
+    return [item for item in template if isinstance(item, Hole)]
+
+
+def _discard(obj: Any, name: str) -> Any:
+    """Take the template of `name` out of the object; give the class back with the last one."""
+    holes = obj.__dict__.get(_HOLES)
+    template = None if holes is None else holes.pop(name, None)
+    if holes is not None and not holes:
+        del obj.__dict__[_HOLES]
+        obj.__class__ = original_class(obj)
+    return template
+
+
+def has_holes(obj: object) -> bool:
+    """Tell whether some attribute of the object is away."""
+    return _HOLES in obj.__dict__
+
+
+def holes_of(obj: object, name: str) -> list[Hole]:
+    """Return the holes in attribute `name`, none where it is complete."""
+    holes = obj.__dict__.get(_HOLES)
+    if holes is None or name not in holes:
+        return []
+    return _holes_in(holes[name])
+
+
+def all_holes(obj: object) -> list[Hole]:
+    """Return the holes in all attributes of the object."""
+    holes = obj.__dict__.get(_HOLES)
+    return [] if holes is None else [h for t in holes.values() for h in _holes_in(t)]
+
+
+class AttributeSlot:
+    """An array that is an attribute of an object, or an item of a tuple that is one."""
+
+    __slots__ = ("_index", "_name", "_owner", "_owner_id")
+
+    def __init__(self, owner: object, name: str, index: int = -1) -> None:
+        self._owner = weakref.ref(owner)
+        self._owner_id = id(owner)
+        self._name = name
+        #: Position in the tuple; -1 where the attribute is the array itself.
+        self._index = index
+
+    def key(self) -> tuple[int, str, int]:
+        """Return (identity of the owner, attribute, index)."""
+        return self._owner_id, self._name, self._index
+
+    @property
+    def owner(self) -> object | None:
+        """The object that holds the array, or None when it died."""
+        return self._owner()
+
+    def get(self) -> Array | None:
+        """Return the array held now; None where the owner died or the attribute has a hole."""
+        owner = self._owner()
+        if owner is None:
+            return None
+        value = owner.__dict__.get(self._name)
+        if self._index < 0 or value is None:
+            return value
+        return self._item(value)
+
+    def _item(self, value: Any) -> Array | None:
+        # A tuple that somebody else holds too would keep the array alive: then there is no array
+        # for us here. Expected references: the instance dictionary, `value` here and in `get`,
+        # and the argument of getrefcount.
+        if type(value) is not tuple or len(value) <= self._index or sys.getrefcount(value) > 4:
+            return None
+        item = value[self._index]
+        return None if isinstance(item, Hole) else item
+
+    def empty(self, hole: Hole) -> None:
+        """Leave the hole in place of the array and let the owner restore on reading."""
+        owner = self._owner()
+        if owner is None:
+            return
+        contents = owner.__dict__
+        holes = contents.setdefault(_HOLES, {})
+        if self._index < 0:
+            del contents[self._name]
+            holes[self._name] = hole
+        else:
+            items = list(contents.pop(self._name) if self._name in contents else holes[self._name])
+            items[self._index] = hole
+            holes[self._name] = tuple(items)
+        lazy = _lazy_class(original_class(owner))
+        if self._name not in lazy.__dict__:
+            setattr(lazy, self._name, _lazy_property(lazy, self._name))
+        if type(owner) is not lazy:
+            owner.__class__ = lazy
+
+    def fill(self, storage: Storage, arrays: list[Array]) -> None:
+        """Put the array where the hole is."""
+        owner = self._owner()
+        holes = None if owner is None else owner.__dict__.get(_HOLES)
+        if owner is None or holes is None or self._name not in holes:
+            return
+        template = holes[self._name]
+        if isinstance(template, Hole):
+            complete = arrays[template.index] if template.storage is storage else template
+        else:
+            complete = tuple(
+                arrays[item.index] if isinstance(item, Hole) and item.storage is storage else item
+                for item in template
+            )
+        if _holes_in(complete):
+            holes[self._name] = complete
+        else:
+            _discard(owner, self._name)
+            owner.__dict__[self._name] = complete
+
+
+def can_have_holes(obj: object) -> bool:
+    """Tell whether arrays that are attributes of the object can be evicted."""
+    return hasattr(obj, "__dict__") and hasattr(type(obj), "__weakref__")
+
+
+class VariableBox(list[Any]):
+    """The one-element list of a Variable, able to hold a hole and to tell who reads it.
+
+    `on_outside_access(box)` is called before a reader that `is_benign(frame)` does not know gets
+    the array: it may write into it.
+    """
+
+    __slots__ = ("__weakref__", "hole", "on_outside_access", "subject", "variable")
+
+    def __init__(
+        self,
+        array: Array,
+        subject: Any,
+        on_outside_access: Callable[[Any], None],
+        variable: Any,
+    ) -> None:
+        super().__init__((array,))
+        self.hole: Hole | None = None
+        #: The variable whose list this is (weakly).
+        self.variable = weakref.ref(variable)
+        #: What `on_outside_access` is told about (a storage, a parameter's version).
+        self.subject = subject
+        self.on_outside_access = on_outside_access
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.hole is not None:
+            self.hole.restore()
+        if self.subject is not None and not _reader_is_benign(sys._getframe(1)):
+            self.on_outside_access(self.subject)
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.hole = None
+        self.subject = None
+        super().__setitem__(index, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, ([self[0]],)
+
+    def peek(self) -> Array | None:
+        """Return the array without restoring and without telling anybody."""
+        return super().__getitem__(0)
+
+    def put(self, array: Array) -> None:
+        """Set the array without forgetting the subject."""
+        super().__setitem__(0, array)
+
+
+#: Module of the accessors on the way from a reader to the list.
+_ACCESSORS = "chainer.variable"
+#: Methods and properties of Variable that look at the array and neither hand it out nor write.
+_LOOKING = frozenset(
+    {
+        "__len__",
+        "__repr__",
+        "__str__",
+        "backward",
+        "debug_print",
+        "device",
+        "dtype",
+        "label",
+        "ndim",
+        "retain_data",
+        "shape",
+        "size",
+        "summary",
+        "variable_repr",
+        "variable_str",
+        "xp",
+    }
+)
+#: Chainer's own modules that hand arrays to the user or write into them.
+_WRITERS = ("chainer.serializer", "chainer.link", "chainer.testing", "chainer.datasets")
+
+
+def _reader_is_benign(frame: Any) -> bool:
+    accessor = ""
+    while frame is not None and frame.f_globals.get("__name__") == _ACCESSORS:
+        accessor = frame.f_code.co_name
+        frame = frame.f_back
+    if accessor in _LOOKING:
+        return True
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    if not name.startswith(("chainer.", "dynamemo.")):
+        return False
+    # `chainer.link` defines Link (copyparams, serialize); `chainer.links` are layers.
+    return not name.startswith(_WRITERS) or name.startswith("chainer.links.")
+
+
+class VariableSlot:
+    """The array of a Chainer `Variable`, through its box."""
+
+    __slots__ = ("_box", "_box_id")
+
+    def __init__(self, box: VariableBox) -> None:
+        self._box = weakref.ref(box)
+        self._box_id = id(box)
+
+    def key(self) -> tuple[int, str, int]:
+        """Return (identity of the box, "box", 0)."""
+        return self._box_id, "box", 0
+
+    @property
+    def owner(self) -> object | None:
+        """The box, or None when the variable died."""
+        return self._box()
+
+    def get(self) -> Array | None:
+        """Return the array held now."""
+        box = self._box()
+        return None if box is None or box.hole is not None else box.peek()
+
+    def empty(self, hole: Hole) -> None:
+        """Leave the hole in the box."""
+        box = self._box()
+        if box is not None:
+            box.hole = hole
+            box.put(None)
+
+    def fill(self, storage: Storage, arrays: list[Array]) -> None:
+        """Put the array into the box."""
+        box = self._box()
+        if box is not None and box.hole is not None and box.hole.storage is storage:
+            array = arrays[box.hole.index]
+            box.hole = None
+            box.put(array)

@@ -1,0 +1,504 @@
+"""The memory manager: evicts storages when the pool is short, and brings them back when read.
+
+It owns the storages' records and is the only one that moves or drops their values. A policy
+suggests; the manager looks whether it can be done and does it. It knows no Chainer: the binding
+registers arrays and slots and replays functions for it.
+
+Invariants kept here (numbers of the design's list):
+  2. The pool asks it to free a contiguous run; it evicts the run of adjacent blocks that costs
+     least, and nothing that anybody else refers to.
+  3. A value leaves its slots only after a tier holds it or a recipe for it is complete.
+  6. Records die with blocks and slots; what died is settled at the next call (`drain`), so that
+     destructors never run the manager's code.
+
+Source: the eviction by runs of adjacent blocks answers the seed's fault that freed bytes need not
+be contiguous (Wang et al., PPoPP 2018, Algorithm 2).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from dynamemo.allocator import Block, End, OutOfMemoryError, Pool, SpillError, Ticket, TierStack
+from dynamemo.counters import Counters
+from dynamemo.device import Device, Timer
+from dynamemo.errors import InternalError, RecomputeError
+from dynamemo.graph import CostModel, Link, Recorder, StorageKind
+from dynamemo.policies import Candidate, Policy, Suggestion, Technique
+from dynamemo.recipe import ParameterVersion, Recipe, Replay, make_dependent, plan
+from dynamemo.storage import Array, Hole, Producer, Slot, Storage, View
+
+#: Storages below this many bytes are left alone: moving them frees nothing worth the time.
+MIN_BYTES = 4096
+
+
+class _Contents:
+    """The arrays of a resident storage, as found in its slots just now."""
+
+    __slots__ = ("arrays", "references", "slots")
+
+    def __init__(self) -> None:
+        #: Each distinct array once.
+        self.arrays: list[Array] = []
+        #: How many slots refer to each.
+        self.references: list[int] = []
+        #: Slot and the position of its array.
+        self.slots: list[tuple[Slot, int]] = []
+
+
+class MemoryManager:
+    """Keep the managed storages of one device within the pool."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: Pool,
+        tiers: TierStack,
+        policy: Policy,
+        *,
+        replay: Replay,
+        version_of: Callable[[Any, int], ParameterVersion | None],
+        verify: bool = False,
+        min_bytes: int = MIN_BYTES,
+    ) -> None:
+        self.device = device
+        self.pool = pool
+        self.policy = policy
+        self.recorder = Recorder()
+        self.costs = CostModel()
+        self.counters = Counters()
+        self.verify = verify
+        #: Label of the function that runs now, for the error message.
+        self.current_function: str | None = None
+        #: Why a tier last refused, for the error message.
+        self.refusal: str | None = None
+        self._tiers = tiers
+        self._replay = replay
+        self._version_of = version_of
+        self._min_bytes = min_bytes
+        self._out = Link()
+        self._in = Link()
+        self._storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
+        #: Grows whenever a tier may have room again.
+        self._tier_revision = 0
+        self._gone: deque[tuple[int, Ticket | None]] = deque()
+        self._gone_operations: deque[int] = deque()
+        self._timers: deque[tuple[Any, Timer]] = deque()
+        self._is_evicting = False
+        self._is_closed = False
+
+    # -- records ---------------------------------------------------------------------------
+
+    def storage_of(self, array: Array) -> Storage | None:
+        """Return the record of the storage under an array, if there is one."""
+        block = self.device.block_of(array)
+        return None if block is None else block.owner
+
+    def adopt(self, array: Array, kind: StorageKind) -> Storage | None:
+        """Return the record of the storage under an array, made where there is none.
+
+        None where the array's memory does not come from the pool.
+        """
+        block = self.device.block_of(array)
+        if block is None or block.pool is not self.pool:
+            return None
+        if block.owner is None:
+            storage_id = self.recorder.storage(block.requested_bytes, kind)
+            block.owner = self._storages[storage_id] = Storage(storage_id, block, self, None)
+        return block.owner
+
+    def set_producer(self, storage: Storage, producer: Producer, *, is_checkpoint: bool) -> None:
+        """Note which function made a storage, if it is the first that is known to have."""
+        view = producer.view
+        nbytes = math.prod(view.shape) * view.dtype.itemsize
+        storage.producer = producer
+        storage.is_checkpoint = is_checkpoint
+        storage.covered = view.offset == 0 and nbytes == storage.nbytes
+
+    def storages(self) -> list[Storage]:
+        """Return the records of all storages that are alive."""
+        return list(self._storages.values())
+
+    def nbytes_of(self, storage_id: int) -> int:
+        """Return the bytes of a storage that is alive."""
+        return self._storages[storage_id].nbytes
+
+    def enter_function(self, label: str | None) -> None:
+        """Note which function runs now (None: none), for messages and for placement."""
+        self.current_function = label
+        # What is made outside of functions (parameters, optimizer state, batches) lives long.
+        self.pool.default_end = End.HIGH if label is None else End.LOW
+
+    def measure(self, signature: Any, timer: Timer) -> None:
+        """File the seconds that a function took, now or when the device knows them."""
+        if self.costs.wants_sample(signature):
+            self._timers.append((signature, timer))
+
+    def _settle_timers(self) -> None:
+        while self._timers:
+            elapsed_s = self._timers[0][1].elapsed_s()
+            if elapsed_s is None:
+                return
+            signature, _ = self._timers.popleft()
+            self.costs.observe(signature, elapsed_s)
+
+    def forget(self, storage_id: int, ticket: Ticket | None) -> None:
+        """Note that a record died. Called by its destructor: only appends."""
+        self._gone.append((storage_id, ticket))
+
+    def forget_operation(self, op_id: int) -> None:
+        """Note that a function node died. Called by a destructor: only appends."""
+        self._gone_operations.append(op_id)
+
+    def drain(self) -> None:
+        """Settle what died since the last call."""
+        while self._gone:
+            storage_id, ticket = self._gone.popleft()
+            self.recorder.forget_storage(storage_id)
+            if ticket is not None:
+                self._discard(ticket)
+        while self._gone_operations:
+            self.recorder.forget_operation(self._gone_operations.popleft())
+
+    def expose(self, storage: Storage) -> None:
+        """Note that code outside Chainer may write into the storage from now on.
+
+        What a recipe would rebuild from it is rebuilt first.
+        """
+        if storage.exposed:
+            return
+        with self.pool.lock:  # one lock for both: a reclaim comes in with it held
+            storage.exposed = True
+            self._rebuild_dependents(storage)
+
+    def _rebuild_dependents(self, storage: Storage) -> None:
+        for dependent in list(storage.dependents or ()):
+            if dependent.recipe is not None:
+                self.restore(dependent)
+            dependent.recompute_s = math.inf
+        storage.dependents = None
+
+    # -- eviction --------------------------------------------------------------------------
+
+    def reclaim(self, pool: Pool, requested_bytes: int) -> bool:
+        """Evict the cheapest run of adjacent blocks that makes room for the request.
+
+        Called by the pool, with its lock held, possibly from inside an array allocation.
+
+        Returns
+        -------
+        bool
+            False where no run can be made free.
+        """
+        if self._is_evicting or self._is_closed:
+            return False
+        self._is_evicting = True
+        try:
+            self.drain()
+            self._settle_timers()
+            return self._free_run(requested_bytes)
+        finally:
+            self._is_evicting = False
+
+    def _free_run(self, requested_bytes: int) -> bool:
+        offers = self._offers()
+        while True:
+            costs = {offset: offer[1].cost_s for offset, offer in offers.items()}
+            window = self.pool.cheapest_window(requested_bytes, costs)
+            if window is None:
+                return False
+            if all([self._take(offers, block) for block in window]):
+                return True
+
+    def _take(self, offers: dict[int, tuple[Storage, Suggestion]], block: Block) -> bool:
+        """Evict the storage of a block as offered; withdraw or change the offer where it fails."""
+        storage, suggestion = offers.pop(block.offset)
+        if self._evict(storage, suggestion.technique):
+            return True
+        other = self.policy.suggest(self._candidate(storage))
+        if other is not None and storage.refused_at != self.recorder.clock:
+            offers[block.offset] = (storage, other)
+        return False
+
+    def _offers(self) -> dict[int, tuple[Storage, Suggestion]]:
+        offers = {}
+        clock = self.recorder.clock
+        for storage in list(self._storages.values()):
+            block = storage.block
+            if block is None or storage.is_parameter or storage.refused_at == clock:
+                continue
+            if storage.nbytes < self._min_bytes:
+                continue
+            suggestion = self.policy.suggest(self._candidate(storage))
+            if suggestion is not None:
+                offers[block.offset] = (storage, suggestion)
+        return offers
+
+    def _candidate(self, storage: Storage) -> Candidate:
+        recorder, storage_id = self.recorder, storage.storage_id
+        if storage.recompute_s is None:
+            storage.recompute_s = self._estimate(self._plan(storage))
+        can_offload = storage.ticket_refused_at != self._tier_revision
+        return Candidate(
+            nbytes=storage.nbytes,
+            distance=recorder.distance(storage_id),
+            staleness=recorder.clock - recorder.last_touch(storage_id),
+            is_expired=recorder.is_expired(storage_id),
+            is_checkpoint=storage.is_checkpoint,
+            recompute_s=storage.recompute_s,
+            offload_s=self._out.seconds(storage.nbytes) if can_offload else math.inf,
+            fetch_s=self._in.seconds(storage.nbytes),
+        )
+
+    def evict_all(self) -> None:
+        """Evict everything that can be, whatever the pressure (the `torture` policy)."""
+        with self.pool.lock:
+            if self._is_evicting or self._is_closed:
+                return
+            self._is_evicting = True
+            try:
+                self.drain()
+                for storage, suggestion in self._offers().values():
+                    self._evict(storage, suggestion.technique)
+            finally:
+                self._is_evicting = False
+
+    def _evict(self, storage: Storage, technique: Technique) -> bool:
+        """Take a storage out of its slots; False, and nothing changed, where that is not possible."""
+        block = storage.block
+        if block is None:
+            return True
+        contents = self._contents(storage)
+        if not contents.arrays or not self._is_ours_alone(contents):
+            storage.refused_at = self.recorder.clock
+            return False
+        views = [self.device.view_of(array, block) for array in contents.arrays]
+        if technique is Technique.RECOMPUTE:
+            if not self._drop(storage):
+                return False
+        elif not self._offload(storage, block):
+            return False
+        storage.views = views
+        self._leave_slots(storage, contents)
+        storage.block = None
+        self.pool.settle()
+        if block.owner is not None:
+            raise InternalError(f"evicting {storage.nbytes:,} bytes did not free their block")
+        return True
+
+    def _leave_slots(self, storage: Storage, contents: _Contents) -> None:
+        producer = None if storage.producer is None else storage.producer.function()
+        for slot, index in contents.slots:
+            # A hole of the producer itself must not keep the producer alive: a cycle.
+            anchor = None if storage.recipe is None or slot.owner is producer else producer
+            slot.empty(Hole(storage, index, anchor))
+        contents.arrays.clear()
+
+    def _contents(self, storage: Storage) -> _Contents:
+        contents, positions = _Contents(), {}
+        for key, slot in list(storage.slots.items()):
+            array = slot.get()
+            if array is None or self.storage_of(array) is not storage:
+                del storage.slots[key]
+                continue
+            position = positions.setdefault(id(array), len(contents.arrays))
+            if position == len(contents.arrays):
+                contents.arrays.append(array)
+                contents.references.append(0)
+            contents.references[position] += 1
+            contents.slots.append((slot, position))
+        return contents
+
+    def _is_ours_alone(self, contents: _Contents) -> bool:
+        return self.device.is_exclusive(contents.arrays, contents.references)
+
+    def _drop(self, storage: Storage) -> bool:
+        recipe = self._plan(storage)
+        if recipe is None:
+            storage.recompute_s = math.inf
+            return False
+        storage.recipe = recipe
+        for source in recipe.outer_storages(self.storage_of):
+            make_dependent(storage, source)
+        self.counters.dropped_bytes += storage.nbytes
+        return True
+
+    def _offload(self, storage: Storage, block: Block) -> bool:
+        started = time.perf_counter()
+        try:
+            ticket = self._tiers.store(block.address, storage.nbytes)
+        except SpillError as error:
+            self.refusal, ticket = str(error), None
+        if ticket is None:
+            storage.ticket_refused_at = self._tier_revision
+            return False
+        self._out.observe(storage.nbytes, time.perf_counter() - started)
+        storage.ticket = ticket
+        self.counters.offloaded_bytes += storage.nbytes
+        return True
+
+    def _plan(self, storage: Storage) -> Recipe | None:
+        def is_safe(node: Any) -> bool:
+            return self._is_safe_source(node, storage)
+
+        return plan(storage, self._version_of, is_safe)
+
+    def _is_safe_source(self, node: Any, target: Storage) -> bool:
+        """Tell whether a resident node's array is unchanged since forward and will stay so."""
+        source = self.storage_of(node.__dict__["_data"])
+        if source is None:
+            is_leaf = node.creator_node is None
+            return is_leaf and self.device.is_exclusive([node.__dict__["_data"]], [1])
+        if source is target or source.exposed:
+            return False
+        if source.producer is not None:
+            return True
+        return self._is_ours_alone(self._contents(source))
+
+    def _estimate(self, recipe: Recipe | None) -> float:
+        if recipe is None:
+            return math.inf
+        return sum(
+            self.costs.estimate(step.application.signature, nbytes=step.application.nbytes)
+            for step in recipe.steps
+        )
+
+    # -- restoring -------------------------------------------------------------------------
+
+    def restore(self, storage: Storage) -> None:
+        """Make a storage resident, and whatever has to be there first. Iterative, any depth.
+
+        Raises
+        ------
+        OutOfMemoryError
+            If there is no room. The storage stays where it is and can be read later.
+        RecomputeError
+            If `verify` is on and a function gave another result than in forward.
+        """
+        with self.pool.lock:
+            self.drain()
+            rebuilt: list[Storage] = []
+            stack: list[tuple[Storage, list[Array]]] = [(storage, [])]
+            while stack:
+                top, _held = stack[-1]
+                missing = None if top.recipe is None else self._first_missing(top.recipe)
+                if missing is not None:
+                    rebuilt.append(missing)
+                    stack.append((missing, []))
+                    continue
+                arrays = self._bring_back(top)
+                stack.pop()
+                if stack:
+                    # The parent's sources stay until the parent is made.
+                    stack[-1][1].extend(arrays)
+            del arrays, stack, _held
+            if not self.policy.keeps_rebuilt_sources:
+                self._drop_again(rebuilt)
+
+    def _first_missing(self, recipe: Recipe) -> Storage | None:
+        return next((s for s in recipe.missing() if not s.is_resident), None)
+
+    def _bring_back(self, storage: Storage) -> list[Array]:
+        if storage.recipe is not None:
+            return self._recompute(storage, storage.recipe)
+        if storage.ticket is not None:
+            return self._fetch(storage, storage.ticket)
+        return self._contents(storage).arrays
+
+    def _drop_again(self, storages: list[Storage]) -> None:
+        for storage in storages:
+            if storage.recompute_s is not None and not math.isinf(storage.recompute_s):
+                self._evict(storage, Technique.RECOMPUTE)
+
+    def _fetch(self, storage: Storage, ticket: Ticket) -> list[Array]:
+        memory = self.device.allocate(storage.nbytes)
+        started = time.perf_counter()
+        self._tiers.load(ticket, self.device.address_of(memory))
+        self._in.observe(storage.nbytes, time.perf_counter() - started)
+        arrays = [self.device.array_in(memory, view) for view in storage.views]
+        storage.ticket = None
+        self._discard(ticket)
+        self.counters.fetched_bytes += storage.nbytes
+        self._return_to_slots(storage, arrays)
+        return arrays
+
+    def _discard(self, ticket: Ticket) -> None:
+        self._tiers.discard(ticket)
+        self._tier_revision += 1
+
+    def _recompute(self, storage: Storage, recipe: Recipe) -> list[Array]:
+        sources = [source.array() for source in recipe.outer_sources()]
+        made = recipe.run(self._replay)
+        del sources
+        if storage.producer is None:
+            raise InternalError(f"{recipe.label()} was to be applied again without a record")
+        view = storage.producer.view
+        made = self._as_before(made, view, storage)
+        self._check(storage, made, recipe)
+        arrays = [
+            made if other == view else self.device.array_in(self.device.memory_of(made), other)
+            for other in storage.views
+        ]
+        del made
+        storage.recipe = None
+        self.counters.recomputed_bytes += storage.nbytes
+        self.counters.recomputed_functions += len(recipe.steps)
+        self._return_to_slots(storage, arrays)
+        return arrays
+
+    def _as_before(self, made: Array, view: View, storage: Storage) -> Array:
+        """Return the array with the layout and memory that it had in forward."""
+        if self.device.layout_of(made) == (view, storage.nbytes):
+            return made
+        memory = self.device.allocate(storage.nbytes)
+        array = self.device.array_in(memory, view)
+        array[...] = made
+        return array
+
+    def _check(self, storage: Storage, made: Array, recipe: Recipe) -> None:
+        if storage.digest is not None and self.device.digest(made) != storage.digest:
+            raise RecomputeError(
+                f"{recipe.label()} gave another result when it was applied again "
+                f"(shape {made.shape}, {made.dtype}); its outputs must not be recomputed: "
+                f"use policy='offload', or report it if it is one of Chainer's functions"
+            )
+
+    def _return_to_slots(self, storage: Storage, arrays: list[Array]) -> None:
+        storage.block = None
+        block = self.device.block_of(arrays[0])
+        if block is not None and block.pool is self.pool:
+            storage.block = block
+            block.owner = storage
+        storage.views = []
+        for slot in list(storage.slots.values()):
+            slot.fill(storage, arrays)
+        self.recorder.touch(storage.storage_id)
+
+    # -- leaving ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Evict no more. What is away stays so until it is read; then it comes back."""
+        with self.pool.lock:
+            self._is_closed = True
+            self.drain()
+
+    def explain(self, error: OutOfMemoryError) -> None:
+        """Say in an error which function asked, and what holds the memory."""
+        graph_bytes = sum(
+            s.block.block_bytes
+            for s in self.storages()
+            if s.block is not None and not s.is_parameter
+        )
+        error.function = self.current_function
+        error.detail = (
+            f"{graph_bytes:,} by tensors of the graph that are in use now or cannot be evicted, "
+            f"{max(0, error.in_use_bytes - graph_bytes):,} by parameters, optimizer state and arrays "
+            "outside of the graph"
+        )
+        if self.refusal is not None:
+            error.detail += f"; {self.refusal}"

@@ -1,0 +1,135 @@
+"""Parameters that recipes read: their value is copied before it changes.
+
+Optimizers change parameters in place, also between two backward passes over one graph. A dropped
+tensor that was computed from a parameter needs the value of its forward. So a recipe refers to a
+*version*; as long as the parameter is unchanged the version is the parameter's own array, and right
+before a change (`about_to_change`) the version gets a copy, which is managed like any activation.
+
+A change is announced by the binding (optimizers, update rules) or noticed by the variable's box
+(any other reader of the array might write to it). An array that somebody already refers to when a
+recipe asks is not trusted at all: then there is no version.
+
+Invariant kept here: 3. A version's array holds the value of its forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from dynamemo.device import Device
+from dynamemo.lazy import VariableBox
+from dynamemo.recipe import ParameterVersion
+from dynamemo.storage import Array
+
+
+class _Guard:
+    """What is known of one parameter."""
+
+    __slots__ = ("changed_at", "versions")
+
+    def __init__(self, changed_at: int) -> None:
+        #: First op id that may see the present value.
+        self.changed_at = changed_at
+        self.versions: list[weakref.ref[ParameterVersion]] = []
+
+    def alive(self) -> list[ParameterVersion]:
+        """Return the versions that recipes still need."""
+        versions = [version for ref in self.versions if (version := ref()) is not None]
+        self.versions = [weakref.ref(version) for version in versions]
+        return versions
+
+
+class ParameterGuards:
+    """All parameters that recipes have read.
+
+    Parameters
+    ----------
+    device : Device
+        Tells whether somebody else refers to an array.
+    next_op_id : callable
+        The id that the next function will get.
+    preserve : callable
+        Copies the array of a version and has the copy managed.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        next_op_id: Callable[[], int],
+        preserve: Callable[[ParameterVersion], None],
+    ) -> None:
+        self._device = device
+        self._next_op_id = next_op_id
+        self._preserve = preserve
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def watch(self, parameter: Any) -> bool:
+        """Notice from now on when the parameter changes; False where that was so already."""
+        data = parameter.__dict__["_data"]
+        if type(data) is VariableBox or data[0] is None or not self._device.owns(data[0]):
+            return False
+        box = VariableBox(data[0], _Guard(0), self._change, parameter)
+        parameter.__dict__["_data"] = box
+        key = id(parameter)
+        self._watched[key] = weakref.ref(parameter, lambda _: self._watched.pop(key, None))
+        return True
+
+    def version_of(self, parameter: Any, op_id: int) -> ParameterVersion | None:
+        """Return the version that an application saw, or None where there is no safe one."""
+        box = parameter.__dict__["_data"]
+        if type(box) is not VariableBox:
+            return None
+        guard = self._guard(box)
+        for version in guard.alive():
+            if version.covers(op_id):
+                return version
+        if op_id < guard.changed_at or not self._is_untouched(parameter, box):
+            return None
+        version = ParameterVersion(box.peek(), guard.changed_at)
+        guard.versions.append(weakref.ref(version))
+        return version
+
+    def _guard(self, box: VariableBox) -> _Guard:
+        if box.subject is None:
+            # The array was replaced by another: what came before saw another value.
+            box.subject = _Guard(self._next_op_id())
+        guard: _Guard = box.subject
+        return guard
+
+    def _is_untouched(self, parameter: Any, box: VariableBox) -> bool:
+        """Tell whether nobody but the parameter and its node refers to the array."""
+        arrays = [box.peek()]
+        is_retained = parameter.node.__dict__.get("_data") is arrays[0]
+        return self._device.is_exclusive(arrays, [2 if is_retained else 1])
+
+    def about_to_change(self, parameter: Any) -> None:
+        """Copy what recipes still need of the parameter's present value."""
+        box = parameter.__dict__["_data"]
+        if type(box) is VariableBox and box.subject is not None:
+            self._change(box.subject)
+
+    def _change(self, guard: _Guard) -> None:
+        next_op_id = self._next_op_id()
+        for version in guard.alive():
+            if version.until is None:
+                version.until = next_op_id
+                self._preserve(version)
+        guard.changed_at = next_op_id
+
+    def release(self) -> None:
+        """Give every parameter its plain list back."""
+        for reference in list(self._watched.values()):
+            parameter = reference()
+            if parameter is not None:
+                unbox(parameter)
+        self._watched.clear()
+
+
+def unbox(variable: Any) -> None:
+    """Give a variable its plain list back; its array has to be there."""
+    box = variable.__dict__["_data"]
+    if type(box) is VariableBox:
+        variable.__dict__["_data"] = [box.peek()]

@@ -1,0 +1,226 @@
+"""Policies: what to evict when memory is short, and by which technique.
+
+A policy is pure: it sees a `Candidate` (numbers only) and suggests a technique with its cost in
+expected seconds, or refuses. The memory manager picks, among runs of adjacent blocks, the one with
+the least total cost, checks that the suggestion can be carried out, and does it.
+
+The names: `none` accounts only. `liveness` evicts what has had its last predicted use. `lru` is the
+seed's tensor cache (least recently used, copies only). `speed-centric` and `memory-centric` are the
+seed's recompute strategies with copies of checkpoints; `recompute` and `offload` are each technique
+alone. `cost-aware` takes the cheaper technique by measured seconds and is the default. `torture`
+evicts everything after every function, for tests.
+
+Source: Wang et al., PPoPP 2018, sections 3.2-3.4 and Algorithm 2; the seed has no measured cost and
+decides by layer type. The eviction score (cost over bytes and distance) follows Kirisame et al.,
+"Dynamic Tensor Rematerialization", 2021, with the distance to the next use instead of staleness.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Technique(enum.Enum):
+    """How an evicted storage comes back."""
+
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a policy knows of a storage that could be evicted."""
+
+    nbytes: int
+    #: Predicted operations until its next use, at least 1.
+    distance: int
+    #: Operations since it was last used.
+    staleness: int
+    #: Whether every function that needs it has run backward.
+    is_expired: bool
+    #: Whether the seed would call it a checkpoint.
+    is_checkpoint: bool
+    #: Seconds to recompute it; inf where it cannot be.
+    recompute_s: float
+    #: Seconds to copy it out, and to copy it back; inf where no tier has room.
+    offload_s: float
+    fetch_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A technique and what it is expected to cost."""
+
+    technique: Technique
+    cost_s: float
+
+
+class Policy(Protocol):
+    """Decides what to evict, and how."""
+
+    name: str
+    #: Keep the sources that had to be rebuilt for a recompute (speed-centric), or drop them again.
+    keeps_rebuilt_sources: bool
+    #: Evict all that can be evicted after every function.
+    is_eager: bool
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Return how to evict the candidate and at what cost, or None to leave it."""
+        ...
+
+
+def _expired(candidate: Candidate) -> Suggestion | None:
+    """Evict what is probably never read again: by the way that costs least now."""
+    if not math.isinf(candidate.recompute_s):
+        return Suggestion(Technique.RECOMPUTE, 1e-12 * candidate.nbytes)
+    if not math.isinf(candidate.offload_s):
+        return Suggestion(Technique.OFFLOAD, candidate.offload_s)
+    return None
+
+
+def _cheaper(candidate: Candidate) -> Suggestion | None:
+    offload_s = candidate.offload_s + candidate.fetch_s
+    if candidate.recompute_s <= offload_s:
+        technique, cost_s = Technique.RECOMPUTE, candidate.recompute_s
+    else:
+        technique, cost_s = Technique.OFFLOAD, offload_s
+    return None if math.isinf(cost_s) else Suggestion(technique, cost_s / candidate.distance)
+
+
+@dataclass(frozen=True, slots=True)
+class NoEviction:
+    """Account only: what does not fit is an error."""
+
+    name: str = "none"
+    keeps_rebuilt_sources: bool = True
+    is_eager: bool = False
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Refuse."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Evict only what has had its last predicted use, and recoverably."""
+
+    name: str = "liveness"
+    keeps_rebuilt_sources: bool = True
+    is_eager: bool = False
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Evict expired storages."""
+        return _expired(candidate) if candidate.is_expired else None
+
+
+@dataclass(frozen=True, slots=True)
+class LeastRecentlyUsed:
+    """The seed's tensor cache: copy out whatever was not used for longest."""
+
+    name: str = "lru"
+    keeps_rebuilt_sources: bool = True
+    is_eager: bool = False
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Offer a copy, the cheaper the longer ago the last use."""
+        if math.isinf(candidate.offload_s):
+            return None
+        return Suggestion(Technique.OFFLOAD, 1.0 / (1 + candidate.staleness))
+
+
+@dataclass(frozen=True, slots=True)
+class Centric:
+    """The seed's recompute strategies: drop what is no checkpoint, copy checkpoints out."""
+
+    name: str
+    keeps_rebuilt_sources: bool
+    is_eager: bool = False
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Choose by the kind of function that made it."""
+        if candidate.is_expired:
+            return _expired(candidate)
+        if not candidate.is_checkpoint and not math.isinf(candidate.recompute_s):
+            return Suggestion(Technique.RECOMPUTE, 1e-9 * candidate.nbytes / candidate.distance)
+        if math.isinf(candidate.offload_s):
+            return None
+        return Suggestion(Technique.OFFLOAD, 1e-6 * candidate.nbytes / candidate.distance)
+
+
+@dataclass(frozen=True, slots=True)
+class OneTechnique:
+    """One technique alone, for measuring it."""
+
+    name: str
+    technique: Technique
+    keeps_rebuilt_sources: bool = True
+    is_eager: bool = False
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Offer the technique where it can be used."""
+        if self.technique is Technique.RECOMPUTE:
+            cost_s = candidate.recompute_s
+        else:
+            cost_s = candidate.offload_s + candidate.fetch_s
+        return None if math.isinf(cost_s) else Suggestion(self.technique, cost_s / candidate.distance)
+
+
+@dataclass(frozen=True, slots=True)
+class CostAware:
+    """The cheaper of recompute and copy by measured seconds, the furthest next use first."""
+
+    name: str = "cost-aware"
+    keeps_rebuilt_sources: bool = True
+    is_eager: bool = False
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Offer the cheaper technique."""
+        return _expired(candidate) if candidate.is_expired else _cheaper(candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class Torture:
+    """Evict everything after every function, alternating the techniques. For tests."""
+
+    name: str = "torture"
+    keeps_rebuilt_sources: bool = True
+    is_eager: bool = True
+
+    def suggest(self, candidate: Candidate) -> Suggestion | None:
+        """Prefer to recompute, which is what can go wrong."""
+        if not math.isinf(candidate.recompute_s):
+            return Suggestion(Technique.RECOMPUTE, 0.0)
+        return None if math.isinf(candidate.offload_s) else Suggestion(Technique.OFFLOAD, 0.0)
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        NoEviction(),
+        Liveness(),
+        LeastRecentlyUsed(),
+        Centric("speed-centric", keeps_rebuilt_sources=True),
+        Centric("memory-centric", keeps_rebuilt_sources=False),
+        OneTechnique("recompute", Technique.RECOMPUTE),
+        OneTechnique("offload", Technique.OFFLOAD),
+        CostAware(),
+        Torture(),
+    )
+}
+
+
+def policy_named(name: str) -> Policy:
+    """Return the policy of that name.
+
+    Raises
+    ------
+    ValueError
+        For another name; the message lists the names there are.
+    """
+    policy = POLICIES.get(name)
+    if policy is None:
+        raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")
+    return policy

@@ -1,0 +1,109 @@
+"""Run a training the same way with and without a budget, and take its fingerprint."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import chainer
+import numpy
+
+import dynamemo
+
+#: Large enough for every test program; mapped, not touched.
+PLENTY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that must be bit-equal between two runs."""
+
+    losses: tuple[bytes, ...]
+    gradients: tuple[bytes, ...]
+    parameters: tuple[bytes, ...]
+    persistents: tuple[bytes, ...]
+    optimizer: tuple[bytes, ...]
+    random_state: bytes
+
+
+def to_bytes(value: Any) -> bytes:
+    """Hash an array of any device, a number or None."""
+    array = numpy.ascontiguousarray(chainer.backends.cuda.to_cpu(numpy.asarray(value) if numpy.isscalar(value) else value))
+    return hashlib.blake2b(array.tobytes() + repr((array.shape, array.dtype)).encode()).digest()
+
+
+def random_state() -> bytes:
+    """Hash NumPy's random state (and CuPy's where it is in use)."""
+    name, keys, *rest = numpy.random.get_state()
+    return hashlib.blake2b(keys.tobytes() + repr((name, rest)).encode()).digest()
+
+
+def fingerprint(models: list[Any], optimizers: list[Any], losses: list[Any]) -> Fingerprint:
+    """Take everything that a training step leaves behind."""
+    gradients, parameters, persistents, states = [], [], [], []
+    for model in models:
+        for _, param in sorted(model.namedparams()):
+            parameters.append(to_bytes(param.array))
+            gradients.append(b"" if param.grad is None else to_bytes(param.grad))
+        for path, link in sorted(model.namedlinks()):
+            for name in sorted(link._persistent):
+                persistents.append(path.encode() + to_bytes(getattr(link, name)))
+    for optimizer in optimizers:
+        for path, param in sorted(optimizer.target.namedparams()):
+            state = param.update_rule.state or {}
+            states.append(path.encode() + b"".join(to_bytes(state[k]) for k in sorted(state)))
+    return Fingerprint(
+        tuple(losses),
+        tuple(gradients),
+        tuple(parameters),
+        tuple(persistents),
+        tuple(states),
+        random_state(),
+    )
+
+
+#: A training: takes nothing, gives its fingerprint. Builds its model from a fixed seed.
+Training = Callable[[], Fingerprint]
+
+
+def run_within(training: Training, budget: int, **options: Any) -> tuple[Fingerprint, Any]:
+    """Run the training in a runtime; return its fingerprint and the statistics."""
+    with dynamemo.Runtime(budget, device="cpu", **options) as runtime:
+        result = training()
+    return result, runtime.statistics()
+
+
+def smallest_feasible(
+    training: Training, start: int, *, step: float = 0.05, **options: Any
+) -> int:
+    """Try budgets upwards from `start`, by what each error says, until the training fits.
+
+    Each try is at least `step` above the last, so the result is the smallest up to that.
+    """
+    budget = start
+    while True:
+        try:
+            run_within(training, budget, **options)
+        except dynamemo.OutOfMemoryError as error:
+            assert error.budget_bytes == budget
+            assert error.feasible_bytes > budget
+            budget = max(error.feasible_bytes, int(budget * (1 + step)))
+        else:
+            return budget
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Switch the cycle collector off, so that only reference counts free things."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
