@@ -15,15 +15,17 @@ from dynamemo.allocator.errors import (
     SpillError,
 )
 from dynamemo.allocator.file_tier import FileTier
-from dynamemo.allocator.heap import BlockHeap, End, HeapBlock
+from dynamemo.allocator.heap import BlockHeap, End
 from dynamemo.allocator.host_tier import HostTier
 from dynamemo.allocator.numpy_memory import root_array, using_numpy_pool
-from dynamemo.allocator.pool import Pool, Reclaimer
+from dynamemo.allocator.pool import Pool
 from dynamemo.allocator.pool_statistics import PoolStatistics
+from dynamemo.allocator.reclaimer import Reclaimer
 from dynamemo.allocator.sizes import format_bytes, parse_budget
 from dynamemo.allocator.tier import Ticket, Tier, TierStatistics
 from dynamemo.allocator.tiers import TierStack
 from dynamemo.allocator.using_pool import using_pool
+from dynamemo.allocator.window import HeapBlock
 
 __all__ = [
     "AllocatorError",

@@ -163,6 +163,8 @@ class CudaCopier:
         self._copy(device_address, host_address, nbytes, _HOST_TO_DEVICE)
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
+        if not nbytes:
+            return
         stream = cupy.cuda.get_current_stream().ptr
         runtime.memcpyAsync(target, source, nbytes, kind, stream)
         runtime.streamSynchronize(stream)
@@ -371,7 +373,7 @@ def _in_force(allocate: Callable[[int], Any], former: Callable[[int], Any]) -> I
 
 def _allocator(pool: CudaPool, former: Callable[[int], Any]) -> Callable[[int], Any]:
     device_id = pool.device_id
-    note_death = pool._late.append
+    note_death = pool.late.append
     get_device, get_stream = runtime.getDevice, cupy.cuda.get_current_stream
     new_pointer = cupy.cuda.MemoryPointer
 

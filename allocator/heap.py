@@ -21,12 +21,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from math import inf
-from typing import NamedTuple
 
 from dynamemo.allocator.errors import InternalError
+from dynamemo.allocator.window import HeapBlock, cheapest_window
 
-__all__ = ["BlockHeap", "End", "HeapBlock"]
+__all__ = ["BlockHeap", "End"]
 
 #: A free block's sort key is ``block_bytes << _SHIFT | offset``, so offsets stay below 256 TiB.
 _SHIFT = 48
@@ -43,17 +42,6 @@ class End(Enum):
     LOW = 0
     #: Long-lived blocks: the high end.
     HIGH = 1
-
-
-class HeapBlock(NamedTuple):
-    """One block as `BlockHeap.blocks` shows it."""
-
-    #: First byte, relative to the start of the space.
-    offset: int
-    #: Length in bytes.
-    block_bytes: int
-    #: Whether nobody has it.
-    is_free: bool
 
 
 class BlockHeap:
@@ -116,15 +104,19 @@ class BlockHeap:
         """Return the length of the block that a request gets, in bytes."""
         return (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
 
-    def allocate(self, requested_bytes: int, *, end: End = End.LOW) -> int | None:
-        """Take a block: the smallest free one that is long enough.
+    def allocate(
+        self, requested_bytes: int, *, end: End = End.LOW, floor: int = 0
+    ) -> int | None:
+        """Take a block: at the low end the best fit, at the high end the highest.
 
         Parameters
         ----------
         requested_bytes : int
             At least 0; 0 takes one granule.
         end : End
-            Decides between equally long free blocks, and which side of the chosen one is taken.
+            Which free block is taken, and which side of it.
+        floor : int
+            Lowest offset that a block for the high end may get.
 
         Returns
         -------
@@ -135,10 +127,10 @@ class BlockHeap:
         block_bytes = (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
         is_high = end is End.HIGH
         offsets = (self._deferred_high if is_high else self._deferred).get(block_bytes)
-        if offsets:
+        if offsets and offsets[-1] >= floor:
             offset = offsets.pop()
         else:
-            placed = self._place(block_bytes, end)
+            placed = self._place(block_bytes, end, floor if is_high else 0)
             if placed is None:
                 return None
             offset = placed
@@ -213,7 +205,9 @@ class BlockHeap:
             else:
                 yield HeapBlock(offset, block_bytes, True)
 
-    def cheapest_window(self, nbytes: int, costs: Mapping[int, float]) -> tuple[int, ...] | None:
+    def cheapest_window(
+        self, nbytes: int, costs: Mapping[int, float], *, floor: int = 0
+    ) -> tuple[int, ...] | None:
         """Find the run of neighbouring blocks that is cheapest to make free.
 
         Parameters
@@ -223,6 +217,8 @@ class BlockHeap:
         costs : mapping of int to float
             For the offset of each live block that may be freed, the cost of freeing it, at least 0.
             Blocks that are missing, or infinitely dear, may not be touched.
+        floor : int
+            Blocks that begin below this offset are left out.
 
         Returns
         -------
@@ -231,7 +227,8 @@ class BlockHeap:
             where no run is long enough. Among equally cheap runs the one that frees the fewest
             bytes, then the lowest.
         """
-        return _cheapest_window(self.blocks(), nbytes, costs)
+        blocks = (block for block in self.blocks() if block.offset >= floor)
+        return cheapest_window(blocks, nbytes, costs)
 
     def rebuild(self, live: Mapping[int, int]) -> None:
         """Make everything anew from the live blocks, after an operation was interrupted half-way.
@@ -284,7 +281,7 @@ class BlockHeap:
         if keys != self._keys or ends != self._free_end:
             raise InternalError("the indexes of free blocks disagree")
 
-    def _place(self, block_bytes: int, end: End) -> int | None:
+    def _place(self, block_bytes: int, end: End, floor: int) -> int | None:
         if not self._is_ample():
             self.coalesce()
         keys = self._keys
@@ -293,10 +290,15 @@ class BlockHeap:
             if not self._deferred and not self._deferred_high:
                 return None
             self.coalesce()
-            return self._place(block_bytes, end)
+            return self._place(block_bytes, end, floor)
         if end is End.HIGH:
-            found_bytes = keys[position] >> _SHIFT
-            position = bisect_left(keys, (found_bytes + 1) << _SHIFT) - 1
+            # Not the best fit but the highest: what stays long must not end up between the rest.
+            position = max(range(position, len(keys)), key=lambda i: keys[i] & _OFFSET_MASK)
+            if (keys[position] & _OFFSET_MASK) + (keys[position] >> _SHIFT) - block_bytes < floor:
+                if not self._deferred and not self._deferred_high:
+                    return None
+                self.coalesce()
+                return self._place(block_bytes, end, floor)
         return self._split(keys.pop(position), block_bytes, end)
 
     def _is_ample(self) -> bool:
@@ -339,34 +341,3 @@ class BlockHeap:
         self._free_at[offset] = block_bytes
         self._free_end[offset + block_bytes] = offset
         insort(self._keys, block_bytes << _SHIFT | offset)
-
-
-def _cheapest_window(
-    blocks: Iterator[HeapBlock], nbytes: int, costs: Mapping[int, float]
-) -> tuple[int, ...] | None:
-    run: list[tuple[HeapBlock, float]] = []
-    start = run_bytes = freed_bytes = 0
-    run_cost = 0.0
-    best: tuple[float, int] | None = None
-    chosen, chosen_from, chosen_to = run, 0, 0
-    for block in blocks:
-        cost = 0.0 if block.is_free else costs.get(block.offset, inf)
-        if cost == inf:
-            run, start, run_bytes, freed_bytes, run_cost = [], 0, 0, 0, 0.0
-            continue
-        run.append((block, cost))
-        run_bytes += block.block_bytes
-        run_cost += cost
-        freed_bytes += 0 if block.is_free else block.block_bytes
-        while run_bytes - run[start][0].block_bytes >= nbytes:
-            first, first_cost = run[start]
-            run_bytes -= first.block_bytes
-            run_cost -= first_cost
-            freed_bytes -= 0 if first.is_free else first.block_bytes
-            start += 1
-        if run_bytes >= nbytes and (best is None or (run_cost, freed_bytes) < best):
-            best = (run_cost, freed_bytes)
-            chosen, chosen_from, chosen_to = run, start, len(run)
-    if best is None:
-        return None
-    return tuple(block.offset for block, _ in chosen[chosen_from:chosen_to] if not block.is_free)

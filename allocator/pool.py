@@ -1,60 +1,36 @@
 """Give out the blocks of one arena within a byte budget.
 
-Covers the budget, reclaim, streams, statistics and frees that come from finalizers. Does not cover
-the libraries that use the memory (`numpy_memory`, `cupy_memory`) nor where evicted values go
-(tiers).
+Covers the budget, reclaim and statistics. Does not cover how placing and freeing withstand
+interrupts and finalizers (`pool_core`), the libraries that use the memory (`numpy_memory`,
+`cupy_memory`), nor where evicted values go (tiers).
 
 1. Blocks in use, reservations and small blocks outside the arena never exceed the budget.
-2. A live block's bytes belong to nobody else.
-3. An interrupt or a finalizer in the middle of an operation leaves the pool consistent: the table
-   of live blocks is the truth, and the heap is made anew from it where an operation was torn.
-4. A finalizer takes no lock: it hands its block to `Pool.free_later`.
+2. A request fails only when nothing more can be reclaimed; what was taken before stays valid.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from dynamemo.allocator.arena import Arena
-from dynamemo.allocator.block import Block, CountedBlock, LateFree
+from dynamemo.allocator.block import Block, CountedBlock
 from dynamemo.allocator.errors import (
     AllocatorError,
     InternalError,
-    NestedUseError,
     OutOfMemoryError,
 )
-from dynamemo.allocator.heap import BlockHeap, End
+from dynamemo.allocator.heap import End
+from dynamemo.allocator.pool_core import PoolCore
 from dynamemo.allocator.pool_statistics import PoolStatistics
+from dynamemo.allocator.reclaimer import Reclaimer
+from dynamemo.allocator.window import extend_window
 
-__all__ = ["Block", "LateFree", "Pool", "PoolStatistics", "Reclaimer"]
-
-_IDLE, _BUSY, _TORN = 0, 1, 2
-
-
-class Reclaimer(Protocol):
-    """Whoever can make room: the runtime."""
-
-    def reclaim(self, pool: Pool, requested_bytes: int) -> bool:
-        """Free blocks so that `requested_bytes` fit, contiguously and in the budget.
-
-        Called with the pool locked by this thread and consistent; may free, allocate and run
-        anything.
-
-        Returns
-        -------
-        bool
-            Whether something was freed, so that trying again is worth it.
-        """
+__all__ = ["Pool"]
 
 
-class Pool:
+class Pool(PoolCore):
     """A budgeted allocator over one arena; safe to use from several threads.
 
     Parameters
@@ -74,33 +50,21 @@ class Pool:
         budget_bytes = arena.capacity_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < 1:
             raise ValueError(f"the budget is {budget_bytes:,} bytes, must be at least 1")
-        self._arena = arena
-        self._base = arena.address
-        self._heap = BlockHeap(arena.capacity_bytes)
-        self._block_bytes_for = self._heap.block_bytes_for
-        self._lock = threading.RLock()
-        self._state = _IDLE
-        self._is_reclaiming = False
-        self._blocks: dict[int, Block] = {}  # by address
-        self._late: deque[Block | LateFree] = deque()
-        self._last_stream = 0
-        self._heap_limit_bytes = budget_bytes  # the budget less what lives elsewhere
-        self._peak_bytes = self._total_bytes = self._allocations = self._frees = 0
+        super().__init__(arena, budget_bytes)
         self._reclaims = self._reserved_bytes = self._outside_bytes = 0
         #: The limit in bytes.
         self.budget_bytes = budget_bytes
         #: Where blocks go whose requester names no end.
         self.default_end = End.LOW
+        #: Blocks shorter than this go to the high end all the same, so that a small block that
+        #: stays does not cut the space that long ones need.
+        self.small_block_bytes = 0
         #: Completes an error of this pool before it is raised (names the function, say).
         self.explain: Callable[[OutOfMemoryError], None] | None = None
         #: Makes room when a request does not fit; None: nobody does.
         self.reclaimer: Reclaimer | None = None
-        #: Called before the pool is looked at or runs short: moves what finalizers left into the
-        #: pool.
-        self.collect_late: Callable[[], None] | None = None
         #: What the last request failed with where the caller could not be told (NumPy's callbacks).
         self.last_error: BaseException | None = None
-        _pools.add(self)
 
     # -- taking and giving back --
 
@@ -112,7 +76,7 @@ class Pool:
         requested_bytes : int
             At least 0; 0 gives a block of one granule.
         end : End, optional
-            `End.HIGH` for long-lived data; default: `default_end`.
+            `End.HIGH` for long-lived data; default: by length and `default_end`.
         stream : int
             Handle of the stream that will use the block first; 0 on a host.
 
@@ -131,7 +95,9 @@ class Pool:
         block = Block(self, requested_bytes, self._block_bytes_for(requested_bytes), stream)
         try:
             with self._lock:
-                end = end or self.default_end
+                if end is None:
+                    is_small = requested_bytes < self.small_block_bytes
+                    end = End.HIGH if is_small else self.default_end
                 if not self._try_place(block, end):
                     self._place_after_reclaim(block, end)
                 if stream != self._last_stream:
@@ -140,49 +106,9 @@ class Pool:
                 return block
         except BaseException:
             if block.address:  # an interrupt, or a full stack, which is why nothing is called here
-                late = self._late
+                late = self.late
                 late += (block,)
             raise
-
-    def free(self, block: Block) -> None:
-        """Give a block back at once.
-
-        Raises
-        ------
-        InternalError
-            If the block is not in use; nothing changed then.
-        """
-        with self._lock:
-            if self._state:
-                if self._state == _BUSY:  # a finalizer in the middle of our own work
-                    self._late.append(block)
-                    return
-                self._mend()
-            self._release(block)
-
-    def free_later(self, item: Block | LateFree) -> None:
-        """Give a block back at the pool's next operation.
-
-        For finalizers: takes no lock, runs no other code, may be called at any moment from any
-        thread, and twice.
-        """
-        self._late.append(item)
-
-    def settle(self) -> None:
-        """Carry out the frees that finalizers have left."""
-        if self.collect_late is not None:
-            self.collect_late()
-        if self._late:
-            with self._lock:
-                self._drain()
-
-    def try_settle(self) -> None:
-        """Do as `settle`, but never wait: nothing happens where another thread uses the pool."""
-        if self._late and self._lock.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._lock.release()
 
     # -- bytes that live elsewhere --
 
@@ -216,7 +142,7 @@ class Pool:
     def take_outside(self, item: CountedBlock, nbytes: int) -> None:
         """Count a small block that is allocated outside the arena; errors as `reserve`."""
         with self._lock:
-            if self._late:
+            if self.late:
                 self._drain()
             if self._heap.used_bytes + nbytes > self._heap_limit_bytes:
                 self._make_room(nbytes)
@@ -287,6 +213,11 @@ class Pool:
         """Return the block in use that starts at `address`, if there is one."""
         return self._blocks.get(address)
 
+    def coalesce(self) -> None:
+        """Merge free blocks now, so that the next ones are placed by best fit alone."""
+        with self._exclusive() as heap:
+            heap.coalesce()
+
     def largest_free_bytes(self) -> int:
         """Return the longest request that would fit now without reclaiming, in bytes."""
         with self._exclusive() as heap:
@@ -294,7 +225,7 @@ class Pool:
             return max(0, min(heap.largest_free_bytes, left_bytes))
 
     def cheapest_window(
-        self, requested_bytes: int, costs: Mapping[int, float]
+        self, requested_bytes: int, costs: Mapping[int, float], *, floor: int = 0
     ) -> tuple[Block, ...] | None:
         """Find the blocks whose freeing makes a request fit, contiguously and in the budget.
 
@@ -304,6 +235,8 @@ class Pool:
             The request.
         costs : mapping of int to float
             Cost, at least 0, of freeing a block, by `Block.offset`; blocks that are missing stay.
+        floor : int
+            Blocks that begin below this offset stay, and so does the free space there.
 
         Returns
         -------
@@ -314,13 +247,13 @@ class Pool:
         """
         with self._exclusive() as heap:
             block_bytes = heap.block_bytes_for(requested_bytes)
-            offsets = heap.cheapest_window(block_bytes, costs)
+            offsets = heap.cheapest_window(block_bytes, costs, floor=floor)
             if offsets is None:
                 return None
             left_bytes = self._heap_limit_bytes - heap.used_bytes
             window = [self._blocks[self._base + offset] for offset in offsets]
             missing_bytes = block_bytes - left_bytes - sum(b.block_bytes for b in window)
-            if missing_bytes > 0 and not self._extend(window, missing_bytes, costs):
+            if not extend_window(window, self._blocks.values(), missing_bytes, costs):
                 return None
             return tuple(window)
 
@@ -378,100 +311,6 @@ class Pool:
 
     # -- inside --
 
-    def _order(self, from_stream: int, to_stream: int) -> None:
-        """Let `to_stream` wait for what `from_stream` has been given so far; on a host: nothing."""
-
-    def _try_place(self, block: Block, end: End) -> bool:
-        if self._state or self._late:
-            self._refuse_nested()
-            self._drain()
-        heap = self._heap
-        self._state = _BUSY
-        try:
-            offset = heap.allocate(block.requested_bytes, end=end)
-            if offset is None:
-                self._state = _IDLE
-                return False
-            used_bytes = heap.used_bytes
-            if used_bytes > self._heap_limit_bytes:
-                heap.free(offset)
-                self._state = _IDLE
-                return False
-            block.offset = offset
-            block.address = address = self._base + offset
-            self._blocks[address] = block
-        except BaseException:
-            self._state = _TORN
-            raise
-        self._state = _IDLE
-        self._allocations += 1
-        self._total_bytes += block.block_bytes
-        if used_bytes > self._peak_bytes:
-            self._peak_bytes = used_bytes
-        return True
-
-    def _release(self, block: Block) -> None:
-        if self._blocks.get(block.address) is not block:
-            raise InternalError(f"{block!r} is not in use")
-        if block.stream != self._last_stream:
-            self._order(block.stream, self._last_stream)
-        self._state = _BUSY
-        try:
-            del self._blocks[block.address]
-            block.owner = None
-            self._heap.free(block.offset)
-        except BaseException:
-            self._state = _TORN
-            raise
-        self._state = _IDLE
-        self._frees += 1
-
-    def _drain(self) -> None:
-        if self._state:
-            if self._state == _BUSY:
-                return  # in a finalizer in the middle of our own work: the next operation does it
-            self._mend()
-        late = self._late
-        while late:
-            item = late[0]  # left in place until done, so that an interrupt loses nothing
-            if not isinstance(item, Block):
-                item.release(self)
-            elif self._blocks.get(item.address) is item:
-                self._release(item)
-            # A nested drain may have taken it already.
-            if late and late[0] is item:
-                late.popleft()
-
-    def _refuse_nested(self) -> None:
-        if self._state == _BUSY:
-            raise NestedUseError(
-                "a finalizer or signal handler used the pool in the middle of the pool's own work; "
-                "allocate outside of finalizers"
-            )
-
-    def _mend(self) -> None:
-        self._heap.rebuild({b.offset: b.requested_bytes for b in self._blocks.values()})
-        self._state = _IDLE
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[BlockHeap]:
-        """Lock the pool, carry out late frees, and mark the heap busy."""
-        if self.collect_late is not None:
-            self.collect_late()
-        with self._lock:
-            self._refuse_nested()
-            self._drain()
-            self._state = _BUSY
-            try:
-                yield self._heap
-            except (AllocatorError, ValueError):
-                self._state = _IDLE
-                raise
-            except BaseException:
-                self._state = _TORN
-                raise
-            self._state = _IDLE
-
     def _place_after_reclaim(self, block: Block, end: End) -> None:
         def attempt() -> bool:
             return self._try_place(block, end)
@@ -521,17 +360,6 @@ class Pool:
         self.settle()
         return attempt()
 
-    def _extend(self, window: list[Block], missing_bytes: int, costs: Mapping[int, float]) -> bool:
-        taken = {block.offset for block in window}
-        others = [b for b in self._blocks.values() if b.offset in costs and b.offset not in taken]
-        others.sort(key=lambda b: costs[b.offset] / b.block_bytes)
-        for block in others:
-            if missing_bytes <= 0:
-                break
-            window.append(block)
-            missing_bytes -= block.block_bytes
-        return missing_bytes <= 0
-
     def _out_of_memory(self, requested_bytes: int, block_bytes: int) -> OutOfMemoryError:
         heap = self._heap
         largest_bytes = heap.largest_free_bytes
@@ -549,18 +377,3 @@ class Pool:
         if self.explain is not None:
             self.explain(error)
         return error
-
-
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _renew_after_fork() -> None:
-    # Another thread of the parent may have held a lock or been in the middle of an operation.
-    for pool in _pools:
-        pool._lock = threading.RLock()
-        pool._is_reclaiming = False
-        pool._state = _TORN
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)

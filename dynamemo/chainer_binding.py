@@ -133,7 +133,10 @@ class ChainerBinding:
         self._device = device
         self._manager: MemoryManager
         self._guards = ParameterGuards(
-            device, next_op_id=lambda: self._last_op_id + 1, preserve=self._preserve
+            device,
+            next_op_id=lambda: self._last_op_id + 1,
+            preserve=self._preserve,
+            share=self._share,
         )
         self._thread_id = threading.get_ident()
         self._hook = _Hook(self)
@@ -149,6 +152,7 @@ class ChainerBinding:
     def attach(self, manager: MemoryManager) -> None:
         """Name the manager that is told; before `enter`."""
         self._manager = manager
+        manager.look_around = self._note_lasting
 
     def enter(self) -> None:
         """Put the seams in place."""
@@ -203,7 +207,7 @@ class ChainerBinding:
         self._begin(original_class(function).__name__)
         started = self._device.start_timer()
         try:
-            outputs = original(function, inputs)
+            outputs = self._apply_or_retry(original, function, inputs)
             timer = self._device.stop_timer(started)
         finally:
             self._end()
@@ -216,6 +220,29 @@ class ChainerBinding:
         if manager.policy.is_eager:
             manager.evict_all()
         return outputs
+
+    def _apply_or_retry(self, original: Any, function: Any, inputs: Any) -> Any:
+        """Apply; where memory is in too many pieces, evict all that can be and apply once more.
+
+        What a function holds while it runs cannot move. The second time it meets an arena that is
+        empty but for what must stay. Only functions that may be applied again get a second time,
+        and what the first had changed is put back.
+        """
+        if not rules.is_repeatable(function) or rules.noise_attributes(function):
+            return original(function, inputs)
+        effects = [
+            (array, array.copy())
+            for name in rules.side_effect_attributes(function)
+            if (array := function.__dict__[name]) is not None
+        ]
+        try:
+            return original(function, inputs)
+        except MemoryError as error:
+            error.__traceback__ = None  # its frames keep the first attempt's arrays
+        for array, before in effects:
+            array[...] = before
+        self._manager.evict_all()
+        return original(function, inputs)
 
     def _begin(self, label: str) -> None:
         self._running.append(label)
@@ -370,7 +397,12 @@ class ChainerBinding:
             if node.creator_node is None:
                 owner = node.get_variable_or_none()
                 if isinstance(owner, chainer.Parameter):
-                    self._watch(owner)
+                    storage = self._watch(owner)
+                    if storage is not None:
+                        ids.append(storage.storage_id)
+                        storage.add_slot(AttributeSlot(node, "_data"))
+                        if index in retained:
+                            retained_ids.append(storage.storage_id)
                     continue
             array = node.__dict__.get("_data")
             if array is None or not self._device.owns(array):
@@ -386,11 +418,17 @@ class ChainerBinding:
                 storage.add_slot(AttributeSlot(node, "_data"))
         return ids, retained_ids
 
-    def _watch(self, parameter: Any) -> None:
-        if self._guards.watch(parameter):
-            storage = self._manager.adopt(parameter.raw_array, StorageKind.PARAMETER)
-            if storage is not None:
-                storage.is_parameter = storage.is_leaf = storage.exposed = True
+    def _watch(self, parameter: Any) -> Storage | None:
+        """Have a parameter managed: it can be copied out, never dropped, never a source as such."""
+        is_new = self._guards.watch(parameter)
+        box = parameter.__dict__["_data"]
+        if type(box) is not VariableBox or box.peek() is None:
+            return None
+        storage = self._manager.adopt(box.peek(), StorageKind.PARAMETER)
+        if storage is not None and is_new:
+            storage.is_leaf = storage.exposed = storage.is_lasting = True
+            storage.add_slot(VariableSlot(box))
+        return storage
 
     def _note_retained_outputs(self, function: Any, made: list[Any]) -> list[int]:
         ids = []
@@ -413,9 +451,9 @@ class ChainerBinding:
             for name, value in list(owner.__dict__.items()):
                 if name in _GRAPH_ATTRIBUTES:
                     continue
-                items = enumerate(value) if type(value) is tuple else ((-1, value),)
+                items = enumerate(value) if type(value) is tuple else ((None, value),)
                 for position, array in items:
-                    attribute = name if owner is function and position < 0 else None
+                    attribute = name if owner is function and position is None else None
                     storage = self._note_attribute(function, array, attribute, made)
                     if storage is not None:
                         storage.add_slot(AttributeSlot(owner, name, position))
@@ -493,6 +531,24 @@ class ChainerBinding:
             if not self._frames:
                 self._manager.recorder.abandon_backward()
 
+    def _note_lasting(self) -> None:
+        """Let gradients and optimizer state of parameters be copied out between two uses."""
+        if self._frames:
+            return
+        for parameter in self._guards.parameters():
+            self._note_place(parameter, "_grad", None, parameter.__dict__.get("_grad"))
+            rule = parameter.__dict__.get("update_rule")
+            state = None if rule is None else rule.__dict__.get("_state")
+            if type(state) is dict:
+                for key, array in state.items():
+                    self._note_place(rule, "_state", key, array)
+
+    def _note_place(self, owner: Any, name: str, index: Any, array: Any) -> None:
+        if array is not None and self._device.owns(array):
+            storage = self._manager.adopt(array, StorageKind.WORKSPACE)
+            if storage is not None:
+                storage.add_slot(AttributeSlot(owner, name, index))
+
     # -- parameters ------------------------------------------------------------------------
 
     def _wrapped_update(self, original: Any) -> Any:
@@ -527,6 +583,11 @@ class ChainerBinding:
         storage = self._manager.adopt(version.array, StorageKind.PARAMETER)
         if storage is not None:
             storage.is_leaf = True
+        self._share(version)
+
+    def _share(self, version: ParameterVersion) -> None:
+        storage = self._manager.storage_of(version.array)
+        if storage is not None:
             storage.add_slot(AttributeSlot(version, "array"))
 
     # -- replay ----------------------------------------------------------------------------

@@ -5,8 +5,8 @@ changes to a subclass of its class whose property of that name restores on readi
 when the last hole is filled), or in the one-element list that a Chainer `Variable` keeps its array
 in. So no reader, inside Chainer or outside, can meet a missing value; hooks only make it early.
 
-What it does not cover: objects without a `__dict__`, and arrays inside lists or dictionaries that
-an attribute holds (left unmanaged).
+What it does not cover: objects without a `__dict__`, and arrays inside lists that an attribute
+holds (left unmanaged).
 
 Invariants kept here:
   3. Reading a hole gives the value (or raises, and the hole stays).
@@ -92,7 +92,9 @@ def _lazy_property(lazy: type, name: str) -> property:
 def _holes_in(template: Any) -> list[Hole]:
     if isinstance(template, Hole):
         return [template]
-    if type(template) is not tuple:
+    if type(template) is dict:
+        template = template.values()
+    elif type(template) is not tuple:
         return []
     return [item for item in template if isinstance(item, Hole)]
 
@@ -127,18 +129,21 @@ def all_holes(obj: object) -> list[Hole]:
 
 
 class AttributeSlot:
-    """An array that is an attribute of an object, or an item of a tuple that is one."""
+    """An array that is an attribute of an object, or an item of a tuple or dictionary that is one.
+
+    A tuple is replaced by another; a dictionary stays the same object.
+    """
 
     __slots__ = ("_index", "_name", "_owner", "_owner_id")
 
-    def __init__(self, owner: object, name: str, index: int = -1) -> None:
+    def __init__(self, owner: object, name: str, index: int | str | None = None) -> None:
         self._owner = weakref.ref(owner)
         self._owner_id = id(owner)
         self._name = name
-        #: Position in the tuple; -1 where the attribute is the array itself.
+        #: Position in the tuple or key in the dictionary; None: the attribute is the array itself.
         self._index = index
 
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> tuple[int, str, int | str | None]:
         """Return (identity of the owner, attribute, index)."""
         return self._owner_id, self._name, self._index
 
@@ -153,17 +158,26 @@ class AttributeSlot:
         if owner is None:
             return None
         value = owner.__dict__.get(self._name)
-        if self._index < 0 or value is None:
-            return value
+        if value is None:
+            value = self._rest(owner)
+        if self._index is None or value is None:
+            return None if isinstance(value, Hole) else value
         return self._item(value)
 
+    def _rest(self, owner: object) -> Any:
+        """Return the container where another item of it is away."""
+        return owner.__dict__.get(_HOLES, {}).get(self._name)
+
     def _item(self, value: Any) -> Array | None:
-        # A tuple that somebody else holds too would keep the array alive: then there is no array
-        # for us here. Expected references: the instance dictionary, `value` here and in `get`,
-        # and the argument of getrefcount.
-        if type(value) is not tuple or len(value) <= self._index or sys.getrefcount(value) > 4:
+        # A container that somebody else holds too would keep the array alive: then there is no
+        # array for us here. Expected references: the owner, `value` here and in `get`, and the
+        # argument of getrefcount.
+        if sys.getrefcount(value) > 4:
             return None
-        item = value[self._index]
+        try:
+            item = value[self._index]
+        except (LookupError, TypeError):
+            return None
         return None if isinstance(item, Hole) else item
 
     def empty(self, hole: Hole) -> None:
@@ -173,13 +187,17 @@ class AttributeSlot:
             return
         contents = owner.__dict__
         holes = contents.setdefault(_HOLES, {})
-        if self._index < 0:
-            del contents[self._name]
+        container = contents.pop(self._name, None)
+        if container is None:
+            container = holes.get(self._name)
+        if self._index is None:
             holes[self._name] = hole
+        elif type(container) is dict:
+            container[self._index] = hole
+            holes[self._name] = container
         else:
-            items = list(contents.pop(self._name) if self._name in contents else holes[self._name])
-            items[self._index] = hole
-            holes[self._name] = tuple(items)
+            items = enumerate(container)
+            holes[self._name] = tuple([hole if i == self._index else item for i, item in items])
         lazy = _lazy_class(original_class(owner))
         if self._name not in lazy.__dict__:
             setattr(lazy, self._name, _lazy_property(lazy, self._name))
@@ -192,19 +210,25 @@ class AttributeSlot:
         holes = None if owner is None else owner.__dict__.get(_HOLES)
         if owner is None or holes is None or self._name not in holes:
             return
-        template = holes[self._name]
-        if isinstance(template, Hole):
-            complete = arrays[template.index] if template.storage is storage else template
-        else:
-            complete = tuple(
-                arrays[item.index] if isinstance(item, Hole) and item.storage is storage else item
-                for item in template
-            )
+        complete = _filled(holes[self._name], storage, arrays)
         if _holes_in(complete):
             holes[self._name] = complete
         else:
             _discard(owner, self._name)
             owner.__dict__[self._name] = complete
+
+
+def _filled(template: Any, storage: Storage, arrays: list[Array]) -> Any:
+    """Return the template with the storage's holes filled."""
+    if isinstance(template, Hole):
+        return arrays[template.index] if template.storage is storage else template
+    if type(template) is dict:
+        for key, item in template.items():
+            template[key] = _filled(item, storage, arrays)
+        return template
+    if type(template) is tuple:
+        return tuple([_filled(item, storage, arrays) for item in template])
+    return template
 
 
 def can_have_holes(obj: object) -> bool:
@@ -310,7 +334,7 @@ class VariableSlot:
         self._box = weakref.ref(box)
         self._box_id = id(box)
 
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> tuple[int, str, int | str | None]:
         """Return (identity of the box, "box", 0)."""
         return self._box_id, "box", 0
 

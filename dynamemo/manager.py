@@ -36,6 +36,13 @@ from dynamemo.storage import Array, Hole, Producer, Slot, Storage, View
 #: Storages below this many bytes are left alone: moving them frees nothing worth the time.
 MIN_BYTES = 4096
 
+#: Kinds that are no tensor of one graph.
+_LASTING = frozenset({StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.WORKSPACE})
+
+#: A block shorter than this part of the arena is placed at the high end, with what stays long:
+#: the temporaries of a convolution are many times its input, and need the space in one piece.
+_SMALL_SHARE = 16
+
 
 class _Contents:
     """The arrays of a resident storage, as found in its slots just now."""
@@ -81,6 +88,11 @@ class MemoryManager:
         self._replay = replay
         self._version_of = version_of
         self._min_bytes = min_bytes
+        #: Called before offers are made: tells the manager of arrays that moved into new places.
+        self.look_around: Callable[[], None] | None = None
+        pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
+        #: What the long temporaries of functions took at most, together.
+        self._low_area_bytes = 0
         self._out = Link()
         self._in = Link()
         self._storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
@@ -110,6 +122,7 @@ class MemoryManager:
         if block.owner is None:
             storage_id = self.recorder.storage(block.requested_bytes, kind)
             block.owner = self._storages[storage_id] = Storage(storage_id, block, self, None)
+            block.owner.is_lasting = kind in _LASTING
         return block.owner
 
     def set_producer(self, storage: Storage, producer: Producer, *, is_checkpoint: bool) -> None:
@@ -133,6 +146,7 @@ class MemoryManager:
         self.current_function = label
         # What is made outside of functions (parameters, optimizer state, batches) lives long.
         self.pool.default_end = End.HIGH if label is None else End.LOW
+        self.pool.low_area_bytes = self._low_area_bytes
 
     def measure(self, signature: Any, timer: Timer) -> None:
         """File the seconds that a function took, now or when the device knows them."""
@@ -201,19 +215,39 @@ class MemoryManager:
         try:
             self.drain()
             self._settle_timers()
+            if self.look_around is not None:
+                self.look_around()
             return self._free_run(requested_bytes)
         finally:
             self._is_evicting = False
 
     def _free_run(self, requested_bytes: int) -> bool:
-        offers = self._offers()
+        pool, offers = self.pool, self._offers()
+        is_long = requested_bytes >= pool.small_block_bytes
+        if is_long:
+            self._widen_low_area(requested_bytes)
+        floor = 0 if is_long else pool.low_area_bytes
         while True:
             costs = {offset: offer[1].cost_s for offset, offer in offers.items()}
-            window = self.pool.cheapest_window(requested_bytes, costs)
-            if window is None:
+            window = pool.cheapest_window(requested_bytes, costs, floor=floor)
+            if window is None and floor:
+                # Better in the way of long blocks than nowhere, until the function is done.
+                floor = pool.low_area_bytes = 0
+            elif window is None:
                 return False
-            if all([self._take(offers, block) for block in window]):
+            elif all([self._take(offers, block) for block in window]):
                 return True
+
+    def _widen_low_area(self, requested_bytes: int) -> None:
+        """Keep the low end free of what stays, as far as a function's long temporaries reached."""
+        running_bytes = sum(
+            block.block_bytes
+            for block in self.pool.blocks()
+            if block.owner is None and block.block_bytes >= self.pool.small_block_bytes
+        )
+        most_bytes = self.pool.capacity_bytes * 7 // 8
+        wanted_bytes = min(most_bytes, running_bytes + requested_bytes)
+        self._low_area_bytes = max(self._low_area_bytes, wanted_bytes)
 
     def _take(self, offers: dict[int, tuple[Storage, Suggestion]], block: Block) -> bool:
         """Evict the storage of a block as offered; withdraw or change the offer where it fails."""
@@ -230,7 +264,7 @@ class MemoryManager:
         clock = self.recorder.clock
         for storage in list(self._storages.values()):
             block = storage.block
-            if block is None or storage.is_parameter or storage.refused_at == clock:
+            if block is None or storage.refused_at == clock:
                 continue
             if storage.nbytes < self._min_bytes:
                 continue
@@ -246,7 +280,7 @@ class MemoryManager:
         can_offload = storage.ticket_refused_at != self._tier_revision
         return Candidate(
             nbytes=storage.nbytes,
-            distance=recorder.distance(storage_id),
+            distance=1 if storage.is_lasting else recorder.distance(storage_id),
             staleness=recorder.clock - recorder.last_touch(storage_id),
             is_expired=recorder.is_expired(storage_id),
             is_checkpoint=storage.is_checkpoint,
@@ -265,6 +299,7 @@ class MemoryManager:
                 self.drain()
                 for storage, suggestion in self._offers().values():
                     self._evict(storage, suggestion.technique)
+                self.pool.coalesce()
             finally:
                 self._is_evicting = False
 
@@ -382,23 +417,33 @@ class MemoryManager:
         """
         with self.pool.lock:
             self.drain()
-            rebuilt: list[Storage] = []
-            stack: list[tuple[Storage, list[Array]]] = [(storage, [])]
-            while stack:
-                top, _held = stack[-1]
-                missing = None if top.recipe is None else self._first_missing(top.recipe)
-                if missing is not None:
-                    rebuilt.append(missing)
-                    stack.append((missing, []))
-                    continue
-                arrays = self._bring_back(top)
-                stack.pop()
-                if stack:
-                    # The parent's sources stay until the parent is made.
-                    stack[-1][1].extend(arrays)
-            del arrays, stack, _held
-            if not self.policy.keeps_rebuilt_sources:
-                self._drop_again(rebuilt)
+            try:
+                self._restore(storage)
+            except MemoryError as error:
+                error.__traceback__ = None  # its frames keep arrays
+            else:
+                return
+            self.evict_all()
+            self._restore(storage)
+
+    def _restore(self, storage: Storage) -> None:
+        rebuilt: list[Storage] = []
+        stack: list[tuple[Storage, list[Array]]] = [(storage, [])]
+        while stack:
+            top = stack[-1][0]
+            missing = None if top.recipe is None else self._first_missing(top.recipe)
+            if missing is not None:
+                rebuilt.append(missing)
+                stack.append((missing, []))
+                continue
+            arrays = self._bring_back(top)
+            stack.pop()
+            if stack:
+                # The parent's sources stay until the parent is made.
+                stack[-1][1].extend(arrays)
+        del arrays
+        if not self.policy.keeps_rebuilt_sources:
+            self._drop_again(rebuilt)
 
     def _first_missing(self, recipe: Recipe) -> Storage | None:
         return next((s for s in recipe.missing() if not s.is_resident), None)
@@ -492,7 +537,7 @@ class MemoryManager:
         graph_bytes = sum(
             s.block.block_bytes
             for s in self.storages()
-            if s.block is not None and not s.is_parameter
+            if s.block is not None and not s.is_lasting
         )
         error.function = self.current_function
         error.detail = (

@@ -52,6 +52,8 @@ class ParameterGuards:
         The id that the next function will get.
     preserve : callable
         Copies the array of a version and has the copy managed.
+    share : callable
+        Has the array of a version managed as one more place of the parameter's own.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class ParameterGuards:
         *,
         next_op_id: Callable[[], int],
         preserve: Callable[[ParameterVersion], None],
+        share: Callable[[ParameterVersion], None],
     ) -> None:
         self._device = device
         self._next_op_id = next_op_id
         self._preserve = preserve
+        self._share = share
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def watch(self, parameter: Any) -> bool:
@@ -89,6 +93,7 @@ class ParameterGuards:
         if op_id < guard.changed_at or not self._is_untouched(parameter, box):
             return None
         version = ParameterVersion(box.peek(), guard.changed_at)
+        self._share(version)
         guard.versions.append(weakref.ref(version))
         return version
 
@@ -101,6 +106,8 @@ class ParameterGuards:
 
     def _is_untouched(self, parameter: Any, box: VariableBox) -> bool:
         """Tell whether nobody but the parameter and its node refers to the array."""
+        if box.hole is not None:
+            return False
         arrays = [box.peek()]
         is_retained = parameter.node.__dict__.get("_data") is arrays[0]
         return self._device.is_exclusive(arrays, [2 if is_retained else 1])
@@ -119,17 +126,19 @@ class ParameterGuards:
                 self._preserve(version)
         guard.changed_at = next_op_id
 
+    def parameters(self) -> list[Any]:
+        """Return the parameters that are watched and alive."""
+        return [p for reference in list(self._watched.values()) if (p := reference()) is not None]
+
     def release(self) -> None:
         """Give every parameter its plain list back."""
-        for reference in list(self._watched.values()):
-            parameter = reference()
-            if parameter is not None:
-                unbox(parameter)
+        for parameter in self.parameters():
+            unbox(parameter)
         self._watched.clear()
 
 
 def unbox(variable: Any) -> None:
-    """Give a variable its plain list back; its array has to be there."""
+    """Give a variable its plain list back, unless its array is away."""
     box = variable.__dict__["_data"]
-    if type(box) is VariableBox:
+    if type(box) is VariableBox and box.hole is None:
         variable.__dict__["_data"] = [box.peek()]

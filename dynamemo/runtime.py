@@ -182,9 +182,12 @@ class Runtime:
         _active = None
         self._final = self.statistics()
         self._stack.close()
-        ours = self._pool.last_error if self._pool is not None else None
+        ours = None
+        if self._pool is not None:
+            # Not kept any longer: its traceback's frames hold arrays.
+            ours, self._pool.last_error = self._pool.last_error, None
         is_plain = isinstance(error, MemoryError) and not isinstance(error, OutOfMemoryError)
-        if is_plain and ours is not None:
+        if is_plain and isinstance(ours, OutOfMemoryError):
             raise ours from error
 
     def statistics(self) -> Statistics:

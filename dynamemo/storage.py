@@ -53,7 +53,7 @@ class Slot(Protocol):
         """Return the array held there, or None where the owner died or holds something else."""
         ...
 
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> tuple[int, str, int | str | None]:
         """Return what tells this slot from the others of its storage."""
         ...
 
@@ -136,7 +136,7 @@ class Storage:
         "exposed",
         "is_checkpoint",
         "is_leaf",
-        "is_parameter",
+        "is_lasting",
         "keeper",
         "nbytes",
         "producer",
@@ -165,11 +165,11 @@ class Storage:
         self.is_checkpoint = False
         #: Its memory was there before any function ran on it: a user's array, or a view of one.
         self.is_leaf = False
-        #: It holds a parameter: never evicted.
-        self.is_parameter = False
+        #: It is no tensor of one graph: a parameter, a gradient, optimizer state.
+        self.is_lasting = False
         #: Code outside Chainer may have written into it: never dropped, never a source.
         self.exposed = False
-        self.slots: dict[tuple[int, str, int], Slot] = {}
+        self.slots: dict[tuple[int, str, int | str | None], Slot] = {}
         #: How each distinct array lay in the block, while the value is away.
         self.views: list[View] = []
         self.ticket: Ticket | None = None

@@ -24,11 +24,13 @@ from dynamemo.allocator import (
     HostArena,
     OutOfMemoryError,
     Pool,
+    numpy_capi,
     root_array,
     using_numpy_pool,
     using_pool,
 )
 from dynamemo.allocator import numpy_handler as handler_module
+from dynamemo.allocator import numpy_records as records_module
 from tests.allocator.contracts import MIB, Evictor
 
 BIG = 4000  # bytes: from here on the pool serves
@@ -225,8 +227,8 @@ def test_resize_after_leaving(pool: Pool) -> None:
 
 def test_contexts_nest_and_restore_exactly() -> None:
     outer, inner = Pool(HostArena(MIB)), Pool(HostArena(MIB))
-    before = handler_module.set_handler(handler_module.default_handler)
-    handler_module.set_handler(before)
+    before = numpy_capi.set_handler(numpy_capi.default_handler)
+    numpy_capi.set_handler(before)
     with using_numpy_pool(outer):
         a = np.ones(BIG)
         with using_numpy_pool(inner):
@@ -236,7 +238,7 @@ def test_contexts_nest_and_restore_exactly() -> None:
                 raise KeyError
         d = np.ones(BIG)
         assert (outer.live_blocks, inner.live_blocks) == (3, 1)
-    now = handler_module.set_handler(before)
+    now = numpy_capi.set_handler(before)
     assert now is before
     assert multiarray.get_handler_name() == "default_allocator"
     del a, b, c, d
@@ -434,14 +436,14 @@ def test_a_steady_loop_makes_no_new_records(entered: Pool) -> None:
 
     for _ in range(20):
         step()
-    count = len(handler_module._records)
+    count = len(records_module.records)
     gc.disable()
     try:
         for _ in range(500):
             step()
     finally:
         gc.enable()
-    assert len(handler_module._records) == count
+    assert len(records_module.records) == count
     assert entered.live_blocks == 0
 
 
@@ -454,10 +456,10 @@ def test_entering_often_grows_nothing() -> None:
 
     for _ in range(10):
         enter()
-    counts = len(handler_module._records), len(handler_module.bound_pools)
+    counts = len(records_module.records), len(handler_module.bound_pools)
     for _ in range(50):
         enter()
-    assert (len(handler_module._records), len(handler_module.bound_pools)) == counts
+    assert (len(records_module.records), len(handler_module.bound_pools)) == counts
 
 
 def test_memory_is_given_back_to_the_machine_with_the_pool() -> None:

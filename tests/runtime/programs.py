@@ -75,7 +75,7 @@ UNARY = {
     "convolution": lambda net, x: F.reshape(net.conv(_image(x)), (ROWS, WIDTH)),
     "pooling": lambda net, x: F.reshape(F.max_pooling_2d(_image(x), 3, 1, 1), (ROWS, WIDTH)),
     "unpool": lambda net, x: F.reshape(
-        F.unpooling_2d(F.average_pooling_2d(_image(x), 2), 2), (ROWS, WIDTH)
+        F.unpooling_2d(F.average_pooling_2d(_image(x), 2), 2, outsize=(8, WIDTH // 16)), (ROWS, WIDTH)
     ),
     "transpose": lambda net, x: F.transpose(F.reshape(x, (WIDTH, ROWS))),
     "halves": lambda net, x: F.concat(F.split_axis(x, 2, axis=1)[::-1], axis=1),

@@ -1,11 +1,18 @@
-"""Whole models, five steps, are bit-equal at 100 %, 50 %, 30 % of the peak and at the smallest."""
+"""Whole models, five steps, are bit-equal at 100 %, 50 %, 30 % of the peak and at the smallest.
+
+Where a share is less than what one function of the model needs at once (a convolution on the CPU
+unfolds its input ninefold), the smallest feasible budget stands in for it.
+"""
 
 import functools
 
 import pytest
 
 from tests.runtime.models import MODELS, train
-from tests.runtime.training import PLENTY, run_within, smallest_feasible
+from tests.runtime.training import PLENTY, run_from, run_within
+
+#: How far above the smallest feasible budget a run may end up: placement depends on measured times.
+SLACK = 1.25
 
 
 @functools.cache
@@ -19,34 +26,32 @@ def reference(name):
 
 @functools.cache
 def smallest(name):
-    """Return the smallest budget that the errors lead to, tried on one step, then on all."""
-    first = smallest_feasible(lambda: train(name, 1), reference(name)[1] // 20)
-    return smallest_feasible(lambda: train(name), first)
+    """Return result and statistics at the smallest budget that the errors lead to."""
+    return run_from(lambda: train(name), reference(name)[1] // 20)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_bit_equal_at_the_smallest_feasible_budget(name):
+    stock, peak = reference(name)
+    result, figures = smallest(name)
+    assert result == stock
+    assert figures.peak_bytes <= figures.budget_bytes < peak
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.3])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_bit_equal_at_a_share_of_the_peak(name, share):
     stock, peak = reference(name)
-    budget = max(int(peak * share), smallest(name))
-    result, figures = run_within(lambda: train(name), budget)
+    budget = max(int(peak * share), smallest(name)[1].budget_bytes)
+    result, figures = run_from(lambda: train(name), budget)
     assert result == stock
-    assert figures.peak_bytes <= budget
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_bit_equal_at_the_smallest_feasible_budget(name):
-    stock, peak = reference(name)
-    budget = smallest(name)
-    result, figures = run_within(lambda: train(name), budget)
-    assert result == stock
-    assert figures.peak_bytes <= budget < peak
+    assert figures.peak_bytes <= figures.budget_bytes <= budget * SLACK
 
 
 @pytest.mark.parametrize("policy", ["lru", "speed-centric", "memory-centric", "offload"])
 def test_every_policy_is_bit_equal(policy):
     stock, peak = reference("vgg")
-    budget = smallest_feasible(lambda: train("vgg"), int(peak * 0.5), policy=policy)
-    result, figures = run_within(lambda: train("vgg"), budget, policy=policy)
+    result, figures = run_from(lambda: train("vgg"), int(peak * 0.7), policy=policy)
     assert result == stock
-    assert figures.peak_bytes <= budget
+    assert figures.peak_bytes <= figures.budget_bytes <= peak
+    assert figures.offloaded_bytes + figures.dropped_bytes > 0

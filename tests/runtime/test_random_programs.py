@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.programs import programs, run
-from tests.runtime.training import PLENTY, no_collector, run_within, smallest_feasible
+from tests.runtime.training import PLENTY, no_collector, run_from, run_within
 
 POLICIES = (
     "cost-aware",
@@ -35,16 +35,13 @@ def test_same_bits_within_any_budget(program, share, policy):
     reference = training()
     accounted, peak = _peak_bytes(training)
     assert accounted == reference
-    smallest = smallest_feasible(training, peak // 4, policy=policy)
-    budget = smallest + int(share * max(0, peak - smallest))
-    try:
-        result, figures = run_within(training, budget, policy=policy, verify=True)
-    except MemoryError:
-        # Other budgets place blocks differently; only the smallest was promised.
-        budget = smallest
-        result, figures = run_within(training, budget, policy=policy, verify=True)
+    result, figures = run_from(training, peak // 8, step=0.2, policy=policy)
     assert result == reference
-    assert figures.peak_bytes <= budget
+    assert figures.peak_bytes <= figures.budget_bytes
+    budget = figures.budget_bytes + int(share * max(0, peak - figures.budget_bytes))
+    result, figures = run_from(training, budget, policy=policy, verify=True)
+    assert result == reference
+    assert figures.peak_bytes <= figures.budget_bytes
 
 
 @settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow])

@@ -77,23 +77,20 @@ def run_within(training: Training, budget: int, **options: Any) -> tuple[Fingerp
     return result, runtime.statistics()
 
 
-def smallest_feasible(
-    training: Training, start: int, *, step: float = 0.05, **options: Any
-) -> int:
-    """Try budgets upwards from `start`, by what each error says, until the training fits.
+def run_from(
+    training: Training, budget: int, *, step: float = 0.05, **options: Any
+) -> tuple[Fingerprint, Any]:
+    """Run within `budget`, or where that is not feasible within what the errors lead to.
 
-    Each try is at least `step` above the last, so the result is the smallest up to that.
+    Each try is at least `step` above the last. The statistics hold the budget that did.
     """
-    budget = start
     while True:
         try:
-            run_within(training, budget, **options)
+            return run_within(training, budget, **options)
         except dynamemo.OutOfMemoryError as error:
             assert error.budget_bytes == budget
             assert error.feasible_bytes > budget
             budget = max(error.feasible_bytes, int(budget * (1 + step)))
-        else:
-            return budget
 
 
 @contextlib.contextmanager
