@@ -315,7 +315,14 @@ class Pool(PoolCore):
         def attempt() -> bool:
             return self._try_place(block, end)
 
-        if not self._reclaim_until(attempt, block.requested_bytes):
+        def attempt_anywhere() -> bool:
+            low_area_bytes, self.low_area_bytes = self.low_area_bytes, 0
+            try:
+                return attempt()
+            finally:
+                self.low_area_bytes = low_area_bytes
+
+        if not self._reclaim_until(attempt, block.requested_bytes) and not attempt_anywhere():
             raise self._out_of_memory(block.requested_bytes, block.block_bytes)
 
     def _make_room(self, nbytes: int) -> None:

@@ -39,10 +39,9 @@ from dynamemo.lazy import (
     AttributeSlot,
     VariableBox,
     VariableSlot,
-    all_holes,
     can_have_holes,
-    has_holes,
     holes_of,
+    names_with_holes,
     original_class,
 )
 from dynamemo.manager import MemoryManager
@@ -108,10 +107,28 @@ class _Hook(chainer.FunctionHook):  # type: ignore[misc]
         self._binding = binding
 
     def backward_preprocess(self, function: Any, in_data: Any, out_grad: Any) -> None:
-        self._binding.begin_backward(function, id(sys._getframe(1)))
+        caller = sys._getframe(1)
+        self._binding.begin_backward(function, id(caller))
+        if function._n_local_function_hooks == 0 and len(chainer.get_function_hooks()) == 1:
+            _forget_arrays(caller)
 
     def backward_postprocess(self, function: Any, in_data: Any, out_grad: Any) -> None:
         self._binding.end_backward(function)
+
+
+def _forget_arrays(traversal: types.FrameType) -> None:
+    """Empty the lists of arrays that backprop keeps for hooks until the next function.
+
+    They would hold the function's inputs and gradients in place. Nobody else is there to read them.
+    """
+    local = traversal.f_locals
+    for name in ("in_data", "out_grad_array", "out_grad_data"):
+        arrays = local.get(name)
+        if type(arrays) is list:
+            arrays[:] = [None] * len(arrays)
+    if isinstance(local, dict):
+        # Up to Python 3.12 a picture of the frame, which would keep alive what the frame deletes.
+        local.clear()
 
 
 class _Frame:
@@ -241,8 +258,20 @@ class ChainerBinding:
             error.__traceback__ = None  # its frames keep the first attempt's arrays
         for array, before in effects:
             array[...] = before
-        self._manager.evict_all()
+        self._clear_arena(inputs)
         return original(function, inputs)
+
+    def _clear_arena(self, inputs: Any) -> None:
+        """Evict all that can be, the function's own inputs too: they come back when it reads them."""
+        for frame in self._frames:
+            frame.held.clear()
+        for item in inputs:
+            data = item.__dict__["_data"] if isinstance(item, chainer.Variable) else None
+            if type(data) is list and self._device.owns(data[0]):
+                storage = self._manager.storage_of(data[0])
+                if storage is not None:
+                    self._box(item, storage)
+        self._manager.evict_all()
 
     def _begin(self, label: str) -> None:
         self._running.append(label)
@@ -492,10 +521,9 @@ class ChainerBinding:
                 hole.restore()
             held.append(node.__dict__.get("_data"))
         for owner in _attribute_owners(function):
-            while has_holes(owner):
-                all_holes(owner)[0].restore()
-                held.append(list(owner.__dict__.values()))
             held.append(list(owner.__dict__.values()))
+            for name in names_with_holes(owner):
+                held.append(getattr(owner, name))
         self._make_outputs_ready(function, held)
 
     def _make_outputs_ready(self, function: Any, held: list[Any]) -> None:

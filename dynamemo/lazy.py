@@ -49,8 +49,8 @@ def original_class(obj: object) -> type:
 @functools.cache
 def _lazy_class(cls: type) -> type:
     def reduce_whole(self: Any, protocol: Any) -> Any:
-        for hole in all_holes(self):
-            hole.restore()
+        for name in names_with_holes(self):
+            getattr(self, name)
         return self.__reduce_ex__(protocol)
 
     namespace = {
@@ -72,8 +72,7 @@ def _lazy_property(lazy: type, name: str) -> property:
         if holes is not None and name in holes:
             if _is_peeking():
                 return None
-            for hole in _holes_in(holes[name]):
-                hole.restore()
+            _complete(self, name)
         if name in self.__dict__:
             return self.__dict__[name]
         return getattr(super(lazy, self), name)
@@ -87,6 +86,18 @@ def _lazy_property(lazy: type, name: str) -> property:
         self.__dict__.pop(name, None)
 
     return property(read, write, delete)
+
+
+def _complete(obj: Any, name: str) -> None:
+    """Restore all of an attribute; what is back is held, so that the rest cannot push it out."""
+    held: list[Any] = []
+    while missing := holes_of(obj, name):
+        missing[0].restore()
+        template = obj.__dict__.get(_HOLES, {}).get(name)
+        if type(template) is dict:
+            held.extend(template.values())
+        elif type(template) is tuple:
+            held.extend(template)
 
 
 def _holes_in(template: Any) -> list[Hole]:
@@ -109,9 +120,9 @@ def _discard(obj: Any, name: str) -> Any:
     return template
 
 
-def has_holes(obj: object) -> bool:
-    """Tell whether some attribute of the object is away."""
-    return _HOLES in obj.__dict__
+def names_with_holes(obj: object) -> list[str]:
+    """Return the attributes of the object that are away, wholly or in part."""
+    return list(obj.__dict__.get(_HOLES, ()))
 
 
 def holes_of(obj: object, name: str) -> list[Hole]:
@@ -120,12 +131,6 @@ def holes_of(obj: object, name: str) -> list[Hole]:
     if holes is None or name not in holes:
         return []
     return _holes_in(holes[name])
-
-
-def all_holes(obj: object) -> list[Hole]:
-    """Return the holes in all attributes of the object."""
-    holes = obj.__dict__.get(_HOLES)
-    return [] if holes is None else [h for t in holes.values() for h in _holes_in(t)]
 
 
 class AttributeSlot:
