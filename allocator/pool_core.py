@@ -56,6 +56,7 @@ class PoolCore:
         self._blocks: dict[int, Block] = {}  # by address
         self._last_stream = 0
         self._peak_bytes = self._total_bytes = self._allocations = self._frees = 0
+        self._meter_bytes = 0  # highest use since the innermost `start_meter`; at most the peak
         #: Bytes at the low end that blocks for the high end stay out of.
         self.low_area_bytes = 0
         #: What finalizers have left to be freed; for those that must not call anything.
@@ -133,8 +134,10 @@ class PoolCore:
         self._state = _IDLE
         self._allocations += 1
         self._total_bytes += block.block_bytes
-        if used_bytes > self._peak_bytes:
-            self._peak_bytes = used_bytes
+        if used_bytes > self._meter_bytes:
+            self._meter_bytes = used_bytes
+            if used_bytes > self._peak_bytes:
+                self._peak_bytes = used_bytes
         return True
 
     def _release(self, block: Block) -> None:

@@ -50,7 +50,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
         x = xp.asarray(generator.standard_normal(shape).astype("f"))
         t = xp.asarray(generator.randint(0, 1000, options.batch).astype("i"))
         started = time.perf_counter()
-        loss = F.softmax_cross_entropy(model(x, layers=["fc8"])["fc8"], t)
+        loss = F.softmax_cross_entropy(model(x, layers=["fc6"])["fc6"], t)
         model.cleargrads()
         loss.backward()
         optimizer.update()

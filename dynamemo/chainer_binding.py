@@ -221,15 +221,18 @@ class ChainerBinding:
             self._drop_stale_frames()
         if not rules.is_trusted(function):
             self._expose(inputs)
+        before = dict(function.__dict__)
         self._begin(original_class(function).__name__)
+        meter = manager.pool.start_meter()
         started = self._device.start_timer()
         try:
             outputs = self._apply_or_retry(original, function, inputs)
             timer = self._device.stop_timer(started)
         finally:
             self._end()
+            transient_bytes = manager.pool.stop_meter(meter)
         if function.inputs is not None and not function._is_chainerx_fallback_mode:
-            self._record(function, inputs, outputs, timer)
+            self._record(function, inputs, outputs, before, timer, transient_bytes)
         elif outputs and outputs[0]._has_chainerx_array:
             self._warn_unmanaged("ChainerX")
         else:
@@ -301,19 +304,28 @@ class ChainerBinding:
             if storage is not None:
                 self._manager.expose(storage)
 
-    def _record(self, function: Any, inputs: Any, outputs: Any, timer: Timer) -> None:
+    def _record(
+        self,
+        function: Any,
+        inputs: Any,
+        outputs: Any,
+        before: dict[str, Any],
+        timer: Timer,
+        transient_bytes: int,
+    ) -> None:
         manager = self._manager
         made: list[tuple[Storage, Producer, bool]] = []
         output_ids = self._note_outputs(function, outputs, made, inputs)
         input_ids, retained_ids = self._note_inputs(function)
         retained_ids += self._note_retained_outputs(function, made)
-        attribute_ids = self._note_attributes(function, made)
+        attribute_ids, given = self._note_attributes(function, made, before)
         op_id = manager.recorder.forward(
             function.label,
             tuple(input_ids),
             tuple(output_ids),
             retained=tuple(retained_ids),
             attributes=tuple(attribute_ids),
+            transient_bytes=transient_bytes,
         )
         self._last_op_id = op_id
         signature = (
@@ -327,6 +339,8 @@ class ChainerBinding:
             signature,
             self._configuration(),
             nbytes=sum(manager.nbytes_of(i) for i in {*input_ids, *output_ids}),
+            transient_bytes=transient_bytes,
+            given=tuple(given),
             on_death=manager.forget_operation,
         )
         is_checkpoint = rules.is_checkpoint(function)
@@ -474,26 +488,35 @@ class ChainerBinding:
                 storage.add_slot(AttributeSlot(node, "_data"))
         return ids
 
-    def _note_attributes(self, function: Any, made: list[Any]) -> list[int]:
-        ids = []
+    def _note_attributes(
+        self, function: Any, made: list[Any], before: dict[str, Any]
+    ) -> tuple[list[int], set[str]]:
+        """Return the storages of a function's own arrays, and the names that it had before it ran."""
+        ids: list[int] = []
+        given: set[str] = set()
         for owner in _attribute_owners(function):
             for name, value in list(owner.__dict__.items()):
                 if name in _GRAPH_ATTRIBUTES:
                     continue
+                is_given = owner is function and before.get(name) is value
                 items = enumerate(value) if type(value) is tuple else ((None, value),)
                 for position, array in items:
-                    attribute = name if owner is function and position is None else None
+                    if not self._device.owns(array):
+                        continue
+                    if is_given:
+                        given.add(name)
+                    is_made = owner is function and position is None and not is_given
+                    attribute = name if is_made else None
                     storage = self._note_attribute(function, array, attribute, made)
                     if storage is not None:
+                        storage.is_leaf |= is_given and storage.producer is None
                         storage.add_slot(AttributeSlot(owner, name, position))
                         ids.append(storage.storage_id)
-        return ids
+        return ids, given
 
     def _note_attribute(
         self, function: Any, array: Any, attribute: str | None, made: list[Any]
     ) -> Storage | None:
-        if not self._device.owns(array):
-            return None
         if attribute is None:
             return self._manager.adopt(array, StorageKind.ATTRIBUTE)
         return self._adopt(array, StorageKind.ATTRIBUTE, function, made, attribute=attribute)
@@ -634,7 +657,7 @@ class ChainerBinding:
         tuple of array, or array
             The outputs, or the attribute of that name which the forward set in the copy.
         """
-        copy = self._bare_copy(function)
+        copy = self._bare_copy(function, application)
         self._begin(f"{type(copy).__name__} (recompute)")
         try:
             if self._configuration() == application.configuration:
@@ -644,16 +667,16 @@ class ChainerBinding:
         finally:
             self._end()
 
-    def _bare_copy(self, function: Any) -> Any:
-        for name in rules.noise_attributes(function):
-            for hole in holes_of(function, name):
-                hole.restore()
+    def _bare_copy(self, function: Any, application: Application) -> Any:
+        needed = (*application.given, *rules.noise_attributes(function))
+        held = [getattr(function, name) for name in names_with_holes(function) if name in needed]
         copy = object.__new__(original_class(function))
         copy.__dict__.update(
             (name, value)
             for name, value in function.__dict__.items()
             if name not in _NOT_COPIED and not name.startswith("_dynamemo")
         )
+        del held
         for name in rules.side_effect_attributes(function):
             copy.__dict__[name] = None
         return copy

@@ -88,8 +88,7 @@ class CudaDevice:
                     f"arrays made before the runtime already take {foreign_bytes:,} bytes of the "
                     f"device, the budget is {budget_bytes:,}: raise it, or make the model inside"
                 )
-            arena = CudaArena(budget_bytes - foreign_bytes)
-            pool = CudaPool(arena, budget_bytes=budget_bytes)
+            pool = CudaPool(CudaArena(budget_bytes - foreign_bytes), budget_bytes=budget_bytes)
             pool.reserve(foreign_bytes)
             return pool
 

@@ -30,11 +30,23 @@ from dynamemo.device import Device, Timer
 from dynamemo.errors import InternalError, RecomputeError
 from dynamemo.graph import CostModel, Link, Recorder, StorageKind
 from dynamemo.policies import Candidate, Policy, Suggestion, Technique
-from dynamemo.recipe import ParameterVersion, Recipe, Replay, make_dependent, plan
+from dynamemo.recipe import (
+    Application,
+    ParameterVersion,
+    Recipe,
+    Replay,
+    arrays_in,
+    make_dependent,
+    plan,
+)
 from dynamemo.storage import Array, Hole, Producer, Slot, Storage, View
 
 #: Storages below this many bytes are left alone: moving them frees nothing worth the time.
 MIN_BYTES = 4096
+
+#: A function whose temporaries are more than this part of the arena is not applied again: in the
+#: middle of a backward there may be no room for them.
+_TRANSIENT_SHARE = 8
 
 #: Kinds that are no tensor of one graph.
 _LASTING = frozenset({StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.WORKSPACE})
@@ -381,7 +393,25 @@ class MemoryManager:
         def is_safe(node: Any) -> bool:
             return self._is_safe_source(node, storage)
 
-        return plan(storage, self._version_of, is_safe)
+        return plan(storage, self._version_of, is_safe, self._is_fit)
+
+    def _is_fit(self, function: Any, application: Application) -> bool:
+        """Refuse what needs much memory to run again, or has arrays that somebody may change."""
+        if application.transient > self.pool.capacity_bytes // _TRANSIENT_SHARE:
+            return False
+        return all(
+            self._is_unshared(array)
+            for name in application.given
+            for array in arrays_in(function.__dict__.get(name))
+            if self.device.owns(array)
+        )
+
+    def _is_unshared(self, array: Array) -> bool:
+        storage = self.storage_of(array)
+        if storage is not None:
+            return self._is_ours_alone(self._contents(storage))
+        # Its one place, this name and the caller's two.
+        return self.device.is_exclusive([array], [4])
 
     def _is_safe_source(self, node: Any, target: Storage) -> bool:
         """Tell whether a resident node's array is unchanged since forward and will stay so."""

@@ -38,7 +38,7 @@ MAX_STEPS = 16
 class Application:
     """What was noted of one application of a function, kept in the function itself."""
 
-    __slots__ = ("configuration", "nbytes", "on_death", "op_id", "signature")
+    __slots__ = ("configuration", "given", "nbytes", "on_death", "op_id", "signature", "transient")
 
     def __init__(
         self,
@@ -47,9 +47,15 @@ class Application:
         configuration: tuple[Any, ...],
         *,
         nbytes: int,
+        transient_bytes: int,
+        given: tuple[str, ...],
         on_death: Callable[[int], None],
     ) -> None:
         self.op_id = op_id
+        #: Bytes that existed only while it ran.
+        self.transient = transient_bytes
+        #: Attributes with arrays that the function had before it ran, so not made by it.
+        self.given = given
         #: Bytes read and written, for a cost nobody measured yet.
         self.nbytes = nbytes
         self.on_death = on_death
@@ -213,13 +219,18 @@ class Recipe:
 VersionOf = Callable[[Any, int], ParameterVersion | None]
 #: Tells whether the resident array of a node is, and stays, what it was in forward.
 IsSafe = Callable[[Any], bool]
+#: Tells whether a function fits in memory when it runs again and its own arrays are unchanged.
+IsFit = Callable[[Any, Application], bool]
 
 
 class _Planner:
     """One walk from a producer back to what is there."""
 
-    def __init__(self, target: Storage, version_of: VersionOf, is_safe: IsSafe) -> None:
+    def __init__(
+        self, target: Storage, version_of: VersionOf, is_safe: IsSafe, is_fit: IsFit
+    ) -> None:
         self._target = target
+        self._is_fit = is_fit
         self._version_of = version_of
         self._is_safe = is_safe
         self._steps: list[Step] = []
@@ -242,6 +253,8 @@ class _Planner:
         """
         application = function.__dict__.get(RECORD)
         if application is None or function.inputs is None or len(self._steps) >= MAX_STEPS:
+            return False
+        if not self._is_fit(function, application):
             return False
         sources = []
         for node in function.inputs:
@@ -293,7 +306,9 @@ class _Planner:
             self._depth -= 1
 
 
-def plan(storage: Storage, version_of: VersionOf, is_safe: IsSafe) -> Recipe | None:
+def plan(
+    storage: Storage, version_of: VersionOf, is_safe: IsSafe, is_fit: IsFit
+) -> Recipe | None:
     """Find the steps that rebuild a resident storage, or None where nothing safe does.
 
     Parameters
@@ -304,6 +319,8 @@ def plan(storage: Storage, version_of: VersionOf, is_safe: IsSafe) -> Recipe | N
         Maps (leaf node, op id) to the parameter version that the application saw, or None.
     is_safe : callable
         Tells whether a node's data is unchanged since forward and stays so.
+    is_fit : callable
+        Tells whether a function may be applied again in the memory there is.
 
     Returns
     -------
@@ -312,7 +329,12 @@ def plan(storage: Storage, version_of: VersionOf, is_safe: IsSafe) -> Recipe | N
     """
     if storage.producer is None or storage.exposed or not storage.covered:
         return None
-    return _Planner(storage, version_of, is_safe).plan(storage.producer)
+    return _Planner(storage, version_of, is_safe, is_fit).plan(storage.producer)
+
+
+def arrays_in(value: Any) -> tuple[Any, ...]:
+    """Return the items of a tuple, or the value itself as the only one."""
+    return value if type(value) is tuple else (value,)
 
 
 def make_dependent(storage: Storage, source: Storage) -> None:

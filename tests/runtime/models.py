@@ -10,7 +10,7 @@ import chainer.functions as F
 import chainer.links as L
 import numpy
 
-from tests.runtime.training import Fingerprint, fingerprint, to_bytes
+from tests.runtime.training import Fingerprint, fingerprint, seed_everything, to_bytes
 
 
 class LeNet(chainer.Chain):
@@ -116,7 +116,8 @@ class TransformerBlock(chainer.Chain):
         q, k, v = (self._split(f(h), n, t) for f in (self.query, self.key, self.value))
         scores = F.matmul(q, k, transb=True) * 0.25
         mask = numpy.broadcast_to(numpy.tri(t, dtype=bool), scores.shape)
-        scores = F.where(mask, scores, numpy.full(scores.shape, -1e9, numpy.float32))
+        mask = self.device.send(numpy.ascontiguousarray(mask))
+        scores = F.where(mask, scores, scores.xp.full(scores.shape, -1e9, numpy.float32))
         mixed = F.matmul(F.dropout(F.softmax(scores, axis=2), 0.1), v)
         mixed = F.transpose(F.reshape(mixed, (n, self.heads, t, -1)), (0, 2, 1, 3))
         h = self.norm1(h + F.dropout(self.mix(F.reshape(mixed, (n * t, -1))), 0.1))
@@ -142,16 +143,17 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
 }
 
 
-def train(name: str, steps: int = 5) -> Fingerprint:
+def train(name: str, steps: int = 5, device: str = "@numpy") -> Fingerprint:
     """Train a model from a fixed seed with labels at random; return what it leaves behind."""
     make_model, make_batch, make_optimizer = MODELS[name]
-    numpy.random.seed(1)
+    place = seed_everything(1, device)
     model = make_model()
+    model.to_device(place)
     optimizer = make_optimizer().setup(model)
     losses = []
     for _ in range(steps):
-        x = make_batch()
-        t = numpy.random.randint(0, 10, len(x)).astype("i")
+        x = place.send(make_batch())
+        t = place.send(numpy.random.randint(0, 10, len(x)).astype("i"))
         loss = F.softmax_cross_entropy(model(x), t)
         model.cleargrads()
         loss.backward()

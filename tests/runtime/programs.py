@@ -11,7 +11,7 @@ import chainer.links as L
 import numpy
 from hypothesis import strategies as st
 
-from tests.runtime.training import Fingerprint, fingerprint, to_bytes
+from tests.runtime.training import Fingerprint, fingerprint, seed_everything, to_bytes
 
 ROWS, WIDTH = 12, 128
 
@@ -37,7 +37,7 @@ class OverwriteInPlace(chainer.Function):
         return (x,)
 
     def backward(self, inputs, grad_outputs):
-        return (grad_outputs[0] * numpy.float32(0.5) * numpy.sign(inputs[0]) ** 2,)
+        return (grad_outputs[0] * numpy.float32(0.5) * chainer.backend.get_array_module(inputs[0]).sign(inputs[0]) ** 2,)
 
 
 class Net(chainer.Chain):
@@ -155,20 +155,21 @@ def _forward(program: Program, net: Any, x: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _loss(value: Any) -> Any:
-    return F.mean_squared_error(value, numpy.zeros(value.shape, value.dtype))
+    return F.mean_squared_error(value, value.xp.zeros(value.shape, value.dtype))
 
 
-def run(program: Program) -> Fingerprint:
-    """Run the program from its seed; return what it leaves behind."""
-    numpy.random.seed(program.seed)
+def run(program: Program, device: str = "@numpy") -> Fingerprint:
+    """Run the program from its seed on a Chainer device; return what it leaves behind."""
+    place = seed_everything(program.seed, device)
     net = Net()
+    net.to_device(place)
     optimizer = chainer.optimizers.Adam(0.01).setup(net)
-    batch = numpy.empty((ROWS, WIDTH), numpy.float32)
+    batch = place.xp.empty((ROWS, WIDTH), numpy.float32)
     losses: list[Any] = []
     state = None
     for _ in range(program.iterations):
         # The same buffer every time, as a loader with a reused buffer does.
-        batch[...] = numpy.random.standard_normal(batch.shape)
+        batch[...] = place.send(numpy.random.standard_normal(batch.shape).astype("f"))
         x = chainer.Variable(batch)
         values, kept = _forward(program, net, x if state is None else x + state)
         last, other = values[-1], values[len(values) // 2]
@@ -202,7 +203,7 @@ def _finish(
         loss, second = _loss(last), _loss(other)
         loss.backward()
         for param in net.params():
-            param.array[...] = numpy.clip(param.array, -0.01, 0.01)
+            param.array[...] = param.xp.clip(param.array, -0.01, 0.01)
         second.backward()
     elif ending == "backward_twice":
         loss = _loss(last)

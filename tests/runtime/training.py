@@ -32,14 +32,27 @@ class Fingerprint:
 
 def to_bytes(value: Any) -> bytes:
     """Hash an array of any device, a number or None."""
-    array = numpy.ascontiguousarray(chainer.backends.cuda.to_cpu(numpy.asarray(value) if numpy.isscalar(value) else value))
+    array = numpy.ascontiguousarray(chainer.backends.cuda.to_cpu(value))
     return hashlib.blake2b(array.tobytes() + repr((array.shape, array.dtype)).encode()).digest()
 
 
-def random_state() -> bytes:
-    """Hash NumPy's random state (and CuPy's where it is in use)."""
+def seed_everything(seed: int, device: str) -> Any:
+    """Seed the device's and NumPy's random numbers; return the Chainer device."""
+    numpy.random.seed(seed)
+    place = chainer.get_device(device)
+    place.use()
+    if place.xp is not numpy:
+        place.xp.random.seed(seed)
+    return place
+
+
+def random_state(place: Any) -> bytes:
+    """Hash NumPy's random state and, on a GPU, the numbers that CuPy would draw next."""
     name, keys, *rest = numpy.random.get_state()
-    return hashlib.blake2b(keys.tobytes() + repr((name, rest)).encode()).digest()
+    hashed = hashlib.blake2b(keys.tobytes() + repr((name, rest)).encode())
+    if place.xp is not numpy:
+        hashed.update(to_bytes(place.xp.random.random_sample(4)))
+    return hashed.digest()
 
 
 def fingerprint(models: list[Any], optimizers: list[Any], losses: list[Any]) -> Fingerprint:
@@ -62,7 +75,7 @@ def fingerprint(models: list[Any], optimizers: list[Any], losses: list[Any]) -> 
         tuple(parameters),
         tuple(persistents),
         tuple(states),
-        random_state(),
+        random_state(models[0].device),
     )
 
 
@@ -70,9 +83,11 @@ def fingerprint(models: list[Any], optimizers: list[Any], losses: list[Any]) -> 
 Training = Callable[[], Fingerprint]
 
 
-def run_within(training: Training, budget: int, **options: Any) -> tuple[Fingerprint, Any]:
+def run_within(
+    training: Training, budget: int, *, device: str = "cpu", **options: Any
+) -> tuple[Fingerprint, Any]:
     """Run the training in a runtime; return its fingerprint and the statistics."""
-    with dynamemo.Runtime(budget, device="cpu", **options) as runtime:
+    with dynamemo.Runtime(budget, device=device, **options) as runtime:
         result = training()
     return result, runtime.statistics()
 
