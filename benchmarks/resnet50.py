@@ -16,6 +16,7 @@ Usage: python -m benchmarks.resnet50 [--device cpu|cuda] [--batch N] [--size N] 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -77,27 +78,25 @@ def _digest_model(model: Any, digest: Any) -> None:
 class _DeviceSampler:
     """The most that was taken from the device, seen from a second thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         import cupy
 
         self._cupy = cupy
-        self._warm_up()
+        self._warm_up(options)
         self.fixed_bytes = self._taken()
         self.most_bytes = 0
         self.samples = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _warm_up(self) -> None:
-        """Let CUDA's libraries take what they take: handles, workspaces, kernels."""
-        cupy = self._cupy
-        for dtype in ("f", "d"):
-            a = cupy.ones((512, 512), dtype)
-            (a @ a).sum().get()
-            cupy.tensordot(a.reshape(8, 64, 512), a.reshape(64, 8, 512), ((0, 1), (1, 0)))
-        cupy.random.standard_normal(8)
-        del a
-        cupy.get_default_memory_pool().free_all_blocks()
+    def _warm_up(self, options: argparse.Namespace) -> None:
+        """Let CUDA and its libraries take what they take: handles, workspaces, loaded kernels.
+
+        One step at the run's own size, so that the same kernels are chosen.
+        """
+        _train(argparse.Namespace(**{**vars(options), "steps": 1}))
+        gc.collect()
+        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def _taken(self) -> int:
         free_bytes, total_bytes = self._cupy.cuda.runtime.memGetInfo()
@@ -122,7 +121,7 @@ def _child(options: argparse.Namespace) -> dict[str, Any]:
     """One run, in its own process."""
     import dynamemo
 
-    sampler = None if options.device == "cpu" else _DeviceSampler()
+    sampler = None if options.device == "cpu" else _DeviceSampler(options)
     if options.budget is None:
         return _train(options)
     runtime = dynamemo.Runtime(

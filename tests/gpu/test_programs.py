@@ -24,8 +24,10 @@ def test_same_bits_within_a_budget(program, policy):
     accounted, figures = run_within(training, PLENTY, device="cuda", policy="none")
     assert accounted == reference
     peak = figures.peak_bytes
+    # CuPy keeps some memory of its own from before, and that counts.
+    budget = figures.pool.reserved_bytes + peak // 8
     result, figures = run_from(
-        training, peak // 8, step=0.3, device="cuda", policy=policy, verify=True
+        training, budget, step=0.3, device="cuda", policy=policy, verify=True
     )
     assert result == reference
     assert figures.peak_bytes <= figures.budget_bytes
