@@ -94,9 +94,12 @@ class _DeviceSampler:
 
         One step at the run's own size, so that the same kernels are chosen.
         """
-        _train(argparse.Namespace(**{**vars(options), "steps": 1}))
+        cupy = self._cupy
+        # Without a pool: what is left of the step (CuPy's own arrays) then takes its true size.
+        with cupy.cuda.using_allocator(cupy.cuda.memory._malloc):
+            _train(argparse.Namespace(**{**vars(options), "steps": 1}))
         gc.collect()
-        self._cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_memory_pool().free_all_blocks()
 
     def _taken(self) -> int:
         free_bytes, total_bytes = self._cupy.cuda.runtime.memGetInfo()

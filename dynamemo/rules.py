@@ -86,7 +86,8 @@ def register_recomputable(cls: type) -> type:
 
 def is_trusted(function: Any) -> bool:
     """Tell whether the function is known not to write into its inputs."""
-    cls = original_class(function)
+    # An old-style function runs inside an adapter of Chainer's.
+    cls = original_class(function.__dict__.get("_function", function))
     return cls in _registered or cls.__module__.startswith("chainer.")
 
 

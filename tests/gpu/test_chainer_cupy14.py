@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from chainer import Variable, functions, links
+from chainer import Variable, functions, links, using_config
 from chainer.backends import cuda
 
 pytestmark = pytest.mark.gpu
@@ -86,8 +86,8 @@ def test_negative_sampling(cupy, dtype, reduce):
 def test_hierarchical_softmax(cupy, dtype):
     tree = links.BinaryHierarchicalSoftmax.create_huffman_tree({0: 8, 1: 5, 2: 6, 3: 4})
     x, t = uniform(3, 4, dtype=dtype), np.array([0, 2, 3], "int32")
-    link = links.BinaryHierarchicalSoftmax(4, tree)
-    link.W.array = link.W.array.astype(dtype)
+    with using_config("dtype", np.dtype(dtype)):
+        link = links.BinaryHierarchicalSoftmax(4, tree, dtype=dtype)
     link.cleargrads()  # a new parameter's gradient is NaN
     on_cpu = outputs_and_gradients(lambda x: link(x, t), [x])
     gradient_on_cpu = link.W.grad
