@@ -23,6 +23,14 @@ from dynamemo.errors import DynamemoError
 from dynamemo.storage import Array, View
 
 
+#: Part of the budget that is not given to arrays: the device's page tables for pinned host memory
+#: (measured on an H200: 2 MiB a GiB) and kernels that are loaded while training come out of it.
+_SIDE_SHARE = 64
+_MOST_SIDE_BYTES = 256 << 20
+#: Pinned host bytes for each byte set aside.
+_PINNED_PER_SIDE_BYTE = 400
+
+
 def device_count() -> int:
     """Return how many CUDA devices the process sees; 0 where the driver cannot be used."""
     try:
@@ -70,6 +78,7 @@ class CudaDevice:
         self._index = cupy.cuda.runtime.getDevice() if index is None else index
         self.name = f"cuda:{self._index}"
         self.copier: Copier = CudaCopier()
+        self._side_bytes = 0
 
     def free_bytes(self) -> int:
         """Return the bytes that the device can still give, CuPy's own cache given back first."""
@@ -78,23 +87,31 @@ class CudaDevice:
             return int(cupy.cuda.runtime.memGetInfo()[0])
 
     def make_pool(self, budget_bytes: int) -> Pool:
-        """Take the arena: the budget less what CuPy's own pool holds in arrays that are alive."""
+        """Take the arena.
+
+        It is the budget less what CuPy's own pool holds in arrays that are alive, and less what is
+        set aside for what the runtime makes the device take besides.
+        """
         with cupy.cuda.Device(self._index):
             default = cupy.get_default_memory_pool()
             default.free_all_blocks()
             foreign_bytes = int(default.total_bytes())
-            if foreign_bytes >= budget_bytes:
+            if foreign_bytes + budget_bytes // _SIDE_SHARE >= budget_bytes:
                 raise DynamemoError(
                     f"arrays made before the runtime already take {foreign_bytes:,} bytes of the "
                     f"device, the budget is {budget_bytes:,}: raise it, or make the model inside"
                 )
-            pool = CudaPool(CudaArena(budget_bytes - foreign_bytes), budget_bytes=budget_bytes)
-            pool.reserve(foreign_bytes)
+            self._side_bytes = min(_MOST_SIDE_BYTES, budget_bytes // _SIDE_SHARE)
+            reserved_bytes = foreign_bytes + self._side_bytes
+            pool = CudaPool(CudaArena(budget_bytes - reserved_bytes), budget_bytes=budget_bytes)
+            pool.reserve(reserved_bytes)
             return pool
 
     def make_host_tier(self, limit_bytes: int) -> Tier:
-        """Return the tier of pinned host memory."""
-        return HostTier(self.copier, limit_bytes, slabs=PinnedSlabs())
+        """Return the tier of pinned host memory, within what is set aside for pinning it."""
+        limit_bytes = min(limit_bytes, self._side_bytes * _PINNED_PER_SIDE_BYTE)
+        slab_bytes = max(1 << 20, min(64 << 20, limit_bytes // 8))
+        return HostTier(self.copier, limit_bytes, slabs=PinnedSlabs(), slab_bytes=slab_bytes)
 
     def using_pool(
         self, pool: Pool, *, small_bytes: int | None
