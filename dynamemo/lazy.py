@@ -162,28 +162,25 @@ class AttributeSlot:
         owner = self._owner()
         if owner is None:
             return None
+        value = self._value(owner)
+        if self._index is not None:
+            try:
+                value = value[self._index]
+            except (LookupError, TypeError):
+                return None
+        return None if isinstance(value, Hole) else value
+
+    def _value(self, owner: object) -> Any:
+        """Return the attribute, also where some items of it are away."""
         value = owner.__dict__.get(self._name)
-        if value is None:
-            value = self._rest(owner)
-        if self._index is None or value is None:
-            return None if isinstance(value, Hole) else value
-        return self._item(value)
+        return owner.__dict__.get(_HOLES, {}).get(self._name) if value is None else value
 
-    def _rest(self, owner: object) -> Any:
-        """Return the container where another item of it is away."""
-        return owner.__dict__.get(_HOLES, {}).get(self._name)
-
-    def _item(self, value: Any) -> Array | None:
-        # A container that somebody else holds too would keep the array alive: then there is no
-        # array for us here. Expected references: the owner, `value` here and in `get`, and the
-        # argument of getrefcount.
-        if sys.getrefcount(value) > 4:
-            return None
-        try:
-            item = value[self._index]
-        except (LookupError, TypeError):
-            return None
-        return None if isinstance(item, Hole) else item
+    def is_shared(self) -> bool:
+        """Tell whether somebody else holds the container now, and so the array in it."""
+        if self._index is None:
+            return False
+        # Expected references: the owner's and getrefcount's argument.
+        return sys.getrefcount(self._value(self._owner())) > 2
 
     def empty(self, hole: Hole) -> None:
         """Leave the hole in place of the array and let the owner restore on reading."""
@@ -352,6 +349,10 @@ class VariableSlot:
         """Return the array held now."""
         box = self._box()
         return None if box is None or box.hole is not None else box.peek()
+
+    def is_shared(self) -> bool:
+        """Tell whether somebody else holds the box: the variable's copies share it, as one."""
+        return False
 
     def empty(self, hole: Hole) -> None:
         """Leave the hole in the box."""

@@ -59,13 +59,15 @@ _SMALL_SHARE = 16
 class _Contents:
     """The arrays of a resident storage, as found in its slots just now."""
 
-    __slots__ = ("arrays", "references", "slots")
+    __slots__ = ("arrays", "is_shared", "references", "slots")
 
     def __init__(self) -> None:
         #: Each distinct array once.
         self.arrays: list[Array] = []
         #: How many slots refer to each.
         self.references: list[int] = []
+        #: Whether some slot's container is held by somebody else.
+        self.is_shared = False
         #: Slot and the position of its array.
         self.slots: list[tuple[Slot, int]] = []
 
@@ -359,9 +361,12 @@ class MemoryManager:
                 contents.references.append(0)
             contents.references[position] += 1
             contents.slots.append((slot, position))
+            contents.is_shared |= slot.is_shared()
         return contents
 
     def _is_ours_alone(self, contents: _Contents) -> bool:
+        if contents.is_shared:
+            return False
         return self.device.is_exclusive(contents.arrays, contents.references)
 
     def _drop(self, storage: Storage) -> bool:

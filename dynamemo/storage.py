@@ -53,6 +53,10 @@ class Slot(Protocol):
         """Return the array held there, or None where the owner died or holds something else."""
         ...
 
+    def is_shared(self) -> bool:
+        """Tell whether emptying the slot would leave the array with somebody else."""
+        ...
+
     def key(self) -> tuple[int, str, int | str | None]:
         """Return what tells this slot from the others of its storage."""
         ...
