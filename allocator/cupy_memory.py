@@ -204,7 +204,7 @@ def as_cupy_error(error: OutOfMemoryError) -> OutOfMemoryError:
 
 @cache
 def _cupy_error_class() -> type[OutOfMemoryError]:
-    class CupyOutOfMemoryError(OutOfMemoryError, cupy.cuda.memory.OutOfMemoryError):  # type: ignore[misc]
+    class CupyOutOfMemoryError(OutOfMemoryError, cupy.cuda.memory.OutOfMemoryError):
         __doc__ = OutOfMemoryError.__doc__
 
         def __reduce__(self) -> tuple[object, ...]:
@@ -276,7 +276,7 @@ def new_pool(budget_bytes: int) -> CudaPool:
     return CudaPool(CudaArena(budget_bytes))
 
 
-class PoolMemory(cupy.cuda.BaseMemory):  # type: ignore[misc]
+class PoolMemory(cupy.cuda.BaseMemory):
     """The memory of one array; its block goes back to the pool when it dies, in whatever thread.
 
     Parameters

@@ -104,9 +104,7 @@ class BlockHeap:
         """Return the length of the block that a request gets, in bytes."""
         return (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
 
-    def allocate(
-        self, requested_bytes: int, *, end: End = End.LOW, floor: int = 0
-    ) -> int | None:
+    def allocate(self, requested_bytes: int, *, end: End = End.LOW, floor: int = 0) -> int | None:
         """Take a block: at the low end the best fit, at the high end the highest.
 
         Parameters

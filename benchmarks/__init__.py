@@ -1,0 +1,1 @@
+"""Measurements: each module opens with the claim that it checks."""

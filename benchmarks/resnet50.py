@@ -223,13 +223,11 @@ def _judge(runs: dict[str, dict[str, Any]], stock: dict[str, Any]) -> list[str]:
             continue
         is_equal = run["digest"] == stock["digest"]
         figures = run.get("statistics")
-        line = f"{name:24} {run['seconds']:7.3f} s/step  resident {run['resident_bytes'] / 2**20:8.0f} MiB"
+        line = f"{name:24} {run['seconds']:7.3f} s/step  resident {_mib(run['resident_bytes'])} MiB"
         if figures:
-            line += (
-                f"  budget {figures['budget_bytes'] / 2**20:8.0f}  peak {figures['peak_bytes'] / 2**20:8.0f}"
-                f"  dropped {figures['dropped_bytes'] / 2**20:8.0f}"
-                f"  offloaded {figures['offloaded_bytes'] / 2**20:8.0f} MiB"
-            )
+            line += f"  budget {_mib(figures['budget_bytes'])}  peak {_mib(figures['peak_bytes'])}"
+            line += f"  dropped {_mib(figures['dropped_bytes'])}"
+            line += f"  offloaded {_mib(figures['offloaded_bytes'])} MiB"
         if "most_bytes" in run and figures:
             over = run["most_bytes"] - run["fixed_bytes"] - figures["budget_bytes"]
             line += f"  taken over budget {over / 2**20:+.1f} MiB in {run['samples']} samples"
@@ -239,6 +237,10 @@ def _judge(runs: dict[str, dict[str, Any]], stock: dict[str, Any]) -> list[str]:
         if not is_equal:
             failures.append(f"{name}: results differ")
     return failures
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:8.0f}"
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     run.add_argument("--host-budget", metavar="B", help="room for evicted tensors, as --budget")
     run.add_argument("--spill-dir", metavar="DIR", help="folder for the spill file")
-    run.add_argument("--policy", default="cost-aware", choices=[n for n in POLICIES if n != "torture"])
+    run.add_argument(
+        "--policy", default="cost-aware", choices=[n for n in POLICIES if n != "torture"]
+    )
     run.add_argument("--verify", action="store_true", help="check every recompute (slow)")
     run.add_argument("--report", metavar="FILE", help="write the statistics there, as JSON")
     run.add_argument("script", help="the training script")

@@ -22,7 +22,6 @@ from dynamemo.device import Timer
 from dynamemo.errors import DynamemoError
 from dynamemo.storage import Array, View
 
-
 #: Part of the budget that is not given to arrays: the device's page tables for pinned host memory
 #: (measured on an H200: 2 MiB a GiB) and kernels that are loaded while training come out of it.
 _SIDE_SHARE = 64
@@ -139,7 +138,7 @@ class CudaDevice:
         return view, int(memory.size)
 
     def is_exclusive(self, arrays: list[Array], references: list[int]) -> bool:
-        """Compare CPython's reference counts of arrays, bases, pointers and memory with what is known."""
+        """Compare the reference counts of arrays, bases, pointers and memory with what is known."""
         members = list(arrays)
         expected = [count + 1 for count in references]
         index = {id(member): number for number, member in enumerate(members)}

@@ -54,7 +54,9 @@ class DigitNet(chainer.Chain):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         """Return the scores."""
         h = x
-        for number, (convolution, norm) in enumerate(zip(self.convolutions, self.norms, strict=True)):
+        for number, (convolution, norm) in enumerate(
+            zip(self.convolutions, self.norms, strict=True)
+        ):
             h = F.relu(norm(convolution(h)))
             if number % 2:
                 h = F.max_pooling_2d(h, 2)
@@ -136,7 +138,9 @@ def _digest(model: Any) -> str:
         hashed.update(chainer.backends.cuda.to_cpu(param.array).tobytes())
     for link in model.links():
         for name in sorted(link._persistent):
-            hashed.update(numpy.asarray(chainer.backends.cuda.to_cpu(getattr(link, name))).tobytes())
+            hashed.update(
+                numpy.asarray(chainer.backends.cuda.to_cpu(getattr(link, name))).tobytes()
+            )
     return hashed.hexdigest()
 
 

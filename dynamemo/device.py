@@ -20,7 +20,9 @@ from dynamemo.allocator import (
     Copier,
     HostArena,
     HostCopier,
+    HostTier,
     Pool,
+    Tier,
     root_array,
     using_numpy_pool,
 )
@@ -48,6 +50,10 @@ class Device(Protocol):
 
     def make_pool(self, budget_bytes: int) -> Pool:
         """Take the arena and return the pool over it."""
+        ...
+
+    def make_host_tier(self, limit_bytes: int) -> Tier:
+        """Return the tier of host memory, of at most that many bytes."""
         ...
 
     def using_pool(
@@ -141,6 +147,10 @@ class HostDevice:
     def make_pool(self, budget_bytes: int) -> Pool:
         """Map the arena; pages become resident when they are first written."""
         return Pool(HostArena(budget_bytes))
+
+    def make_host_tier(self, limit_bytes: int) -> Tier:
+        """Return a tier in the same memory; the runtime gives the CPU a file instead."""
+        return HostTier(self.copier, limit_bytes)
 
     def using_pool(
         self, pool: Pool, *, small_bytes: int | None

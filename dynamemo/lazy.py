@@ -341,7 +341,7 @@ class VariableSlot:
         return self._box_id, "box", 0
 
     @property
-    def owner(self) -> object | None:
+    def owner(self) -> VariableBox | None:
         """The box, or None when the variable died."""
         return self._box()
 

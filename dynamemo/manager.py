@@ -8,8 +8,6 @@ Invariants kept here (numbers of the design's list):
   2. The pool asks it to free a contiguous run; it evicts the run of adjacent blocks that costs
      least, and nothing that anybody else refers to.
   3. A value leaves its slots only after a tier holds it or a recipe for it is complete.
-  6. Records die with blocks and slots; what died is settled at the next call (`drain`), so that
-     destructors never run the manager's code.
 
 Source: the eviction by runs of adjacent blocks answers the seed's fault that freed bytes need not
 be contiguous (Wang et al., PPoPP 2018, Algorithm 2).
@@ -19,16 +17,14 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from dynamemo.allocator import Block, End, OutOfMemoryError, Pool, SpillError, Ticket, TierStack
+from dynamemo.allocator import Block, OutOfMemoryError, Pool, SpillError, Ticket, TierStack
 from dynamemo.counters import Counters
-from dynamemo.device import Device, Timer
+from dynamemo.device import Device
 from dynamemo.errors import InternalError, RecomputeError
-from dynamemo.graph import CostModel, Link, Recorder, StorageKind
+from dynamemo.graph import Link, StorageKind
 from dynamemo.policies import Candidate, Policy, Suggestion, Technique
 from dynamemo.recipe import (
     Application,
@@ -39,7 +35,8 @@ from dynamemo.recipe import (
     make_dependent,
     plan,
 )
-from dynamemo.storage import Array, Hole, Producer, Slot, Storage, View
+from dynamemo.records import Contents, Records
+from dynamemo.storage import Array, Hole, Storage, View
 
 #: Storages below this many bytes are left alone: moving them frees nothing worth the time.
 MIN_BYTES = 4096
@@ -56,23 +53,7 @@ _LASTING = frozenset({StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.W
 _SMALL_SHARE = 16
 
 
-class _Contents:
-    """The arrays of a resident storage, as found in its slots just now."""
-
-    __slots__ = ("arrays", "is_shared", "references", "slots")
-
-    def __init__(self) -> None:
-        #: Each distinct array once.
-        self.arrays: list[Array] = []
-        #: How many slots refer to each.
-        self.references: list[int] = []
-        #: Whether some slot's container is held by somebody else.
-        self.is_shared = False
-        #: Slot and the position of its array.
-        self.slots: list[tuple[Slot, int]] = []
-
-
-class MemoryManager:
+class MemoryManager(Records):
     """Keep the managed storages of one device within the pool."""
 
     def __init__(
@@ -87,111 +68,24 @@ class MemoryManager:
         verify: bool = False,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        self.device = device
-        self.pool = pool
+        super().__init__(device, pool, tiers)
         self.policy = policy
-        self.recorder = Recorder()
-        self.costs = CostModel()
         self.counters = Counters()
         self.verify = verify
-        #: Label of the function that runs now, for the error message.
-        self.current_function: str | None = None
         #: Why a tier last refused, for the error message.
         self.refusal: str | None = None
-        self._tiers = tiers
-        self._replay = replay
-        self._version_of = version_of
-        self._min_bytes = min_bytes
         #: Called before offers are made: tells the manager of arrays that moved into new places.
         self.look_around: Callable[[], None] | None = None
         pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
-        #: What the long temporaries of functions took at most, together.
-        self._low_area_bytes = 0
+        self._replay = replay
+        self._version_of = version_of
+        self._min_bytes = min_bytes
         self._out = Link()
         self._in = Link()
-        self._storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
-        #: Grows whenever a tier may have room again.
-        self._tier_revision = 0
-        self._gone: deque[tuple[int, Ticket | None]] = deque()
-        self._gone_operations: deque[int] = deque()
-        self._timers: deque[tuple[Any, Timer]] = deque()
         self._is_evicting = False
         self._is_closed = False
 
-    # -- records ---------------------------------------------------------------------------
-
-    def storage_of(self, array: Array) -> Storage | None:
-        """Return the record of the storage under an array, if there is one."""
-        block = self.device.block_of(array)
-        return None if block is None else block.owner
-
-    def adopt(self, array: Array, kind: StorageKind) -> Storage | None:
-        """Return the record of the storage under an array, made where there is none.
-
-        None where the array's memory does not come from the pool.
-        """
-        block = self.device.block_of(array)
-        if block is None or block.pool is not self.pool:
-            return None
-        if block.owner is None:
-            storage_id = self.recorder.storage(block.requested_bytes, kind)
-            block.owner = self._storages[storage_id] = Storage(storage_id, block, self, None)
-            block.owner.is_lasting = kind in _LASTING
-        return block.owner
-
-    def set_producer(self, storage: Storage, producer: Producer, *, is_checkpoint: bool) -> None:
-        """Note which function made a storage, if it is the first that is known to have."""
-        view = producer.view
-        nbytes = math.prod(view.shape) * view.dtype.itemsize
-        storage.producer = producer
-        storage.is_checkpoint = is_checkpoint
-        storage.covered = view.offset == 0 and nbytes == storage.nbytes
-
-    def storages(self) -> list[Storage]:
-        """Return the records of all storages that are alive."""
-        return list(self._storages.values())
-
-    def nbytes_of(self, storage_id: int) -> int:
-        """Return the bytes of a storage that is alive."""
-        return self._storages[storage_id].nbytes
-
-    def enter_function(self, label: str | None) -> None:
-        """Note which function runs now (None: none), for messages and for placement."""
-        self.current_function = label
-        # What is made outside of functions (parameters, optimizer state, batches) lives long.
-        self.pool.default_end = End.HIGH if label is None else End.LOW
-        self.pool.low_area_bytes = self._low_area_bytes
-
-    def measure(self, signature: Any, timer: Timer) -> None:
-        """File the seconds that a function took, now or when the device knows them."""
-        if self.costs.wants_sample(signature):
-            self._timers.append((signature, timer))
-
-    def _settle_timers(self) -> None:
-        while self._timers:
-            elapsed_s = self._timers[0][1].elapsed_s()
-            if elapsed_s is None:
-                return
-            signature, _ = self._timers.popleft()
-            self.costs.observe(signature, elapsed_s)
-
-    def forget(self, storage_id: int, ticket: Ticket | None) -> None:
-        """Note that a record died. Called by its destructor: only appends."""
-        self._gone.append((storage_id, ticket))
-
-    def forget_operation(self, op_id: int) -> None:
-        """Note that a function node died. Called by a destructor: only appends."""
-        self._gone_operations.append(op_id)
-
-    def drain(self) -> None:
-        """Settle what died since the last call."""
-        while self._gone:
-            storage_id, ticket = self._gone.popleft()
-            self.recorder.forget_storage(storage_id)
-            if ticket is not None:
-                self._discard(ticket)
-        while self._gone_operations:
-            self.recorder.forget_operation(self._gone_operations.popleft())
+    # -- eviction --------------------------------------------------------------------------
 
     def expose(self, storage: Storage) -> None:
         """Note that code outside Chainer may write into the storage from now on.
@@ -211,8 +105,6 @@ class MemoryManager:
             dependent.recompute_s = math.inf
         storage.dependents = None
 
-    # -- eviction --------------------------------------------------------------------------
-
     def reclaim(self, pool: Pool, requested_bytes: int) -> bool:
         """Evict the cheapest run of adjacent blocks that makes room for the request.
 
@@ -228,7 +120,7 @@ class MemoryManager:
         self._is_evicting = True
         try:
             self.drain()
-            self._settle_timers()
+            self.settle_timers()
             if self.look_around is not None:
                 self.look_around()
             return self._free_run(requested_bytes)
@@ -249,8 +141,15 @@ class MemoryManager:
                 floor = pool.low_area_bytes = 0
             elif window is None:
                 return False
-            elif all([self._take(offers, block) for block in window]):
+            elif self._take_all(offers, window):
                 return True
+
+    def _take_all(
+        self, offers: dict[int, tuple[Storage, Suggestion]], window: tuple[Block, ...]
+    ) -> bool:
+        """Evict a window; False where some block of it stayed, after trying them all."""
+        taken = [self._take(offers, block) for block in window]
+        return all(taken)
 
     def _widen_low_area(self, requested_bytes: int) -> None:
         """Keep the low end free of what stays, as far as a function's long temporaries reached."""
@@ -318,7 +217,7 @@ class MemoryManager:
                 self._is_evicting = False
 
     def _evict(self, storage: Storage, technique: Technique) -> bool:
-        """Take a storage out of its slots; False, and nothing changed, where that is not possible."""
+        """Take a storage out of its slots; False, and nothing changed, where that cannot be."""
         block = storage.block
         if block is None:
             return True
@@ -340,34 +239,13 @@ class MemoryManager:
             raise InternalError(f"evicting {storage.nbytes:,} bytes did not free their block")
         return True
 
-    def _leave_slots(self, storage: Storage, contents: _Contents) -> None:
+    def _leave_slots(self, storage: Storage, contents: Contents) -> None:
         producer = None if storage.producer is None else storage.producer.function()
         for slot, index in contents.slots:
             # A hole of the producer itself must not keep the producer alive: a cycle.
             anchor = None if storage.recipe is None or slot.owner is producer else producer
             slot.empty(Hole(storage, index, anchor))
         contents.arrays.clear()
-
-    def _contents(self, storage: Storage) -> _Contents:
-        contents, positions = _Contents(), {}
-        for key, slot in list(storage.slots.items()):
-            array = slot.get()
-            if array is None or self.storage_of(array) is not storage:
-                del storage.slots[key]
-                continue
-            position = positions.setdefault(id(array), len(contents.arrays))
-            if position == len(contents.arrays):
-                contents.arrays.append(array)
-                contents.references.append(0)
-            contents.references[position] += 1
-            contents.slots.append((slot, position))
-            contents.is_shared |= slot.is_shared()
-        return contents
-
-    def _is_ours_alone(self, contents: _Contents) -> bool:
-        if contents.is_shared:
-            return False
-        return self.device.is_exclusive(contents.arrays, contents.references)
 
     def _drop(self, storage: Storage) -> bool:
         recipe = self._plan(storage)
@@ -507,10 +385,6 @@ class MemoryManager:
         self._return_to_slots(storage, arrays)
         return arrays
 
-    def _discard(self, ticket: Ticket) -> None:
-        self._tiers.discard(ticket)
-        self._tier_revision += 1
-
     def _recompute(self, storage: Storage, recipe: Recipe) -> list[Array]:
         sources = [source.array() for source in recipe.outer_sources()]
         made = recipe.run(self._replay)
@@ -559,8 +433,6 @@ class MemoryManager:
             slot.fill(storage, arrays)
         self.recorder.touch(storage.storage_id)
 
-    # -- leaving ---------------------------------------------------------------------------
-
     def close(self) -> None:
         """Evict no more. What is away stays so until it is read; then it comes back."""
         with self.pool.lock:
@@ -570,15 +442,13 @@ class MemoryManager:
     def explain(self, error: OutOfMemoryError) -> None:
         """Say in an error which function asked, and what holds the memory."""
         graph_bytes = sum(
-            s.block.block_bytes
-            for s in self.storages()
-            if s.block is not None and not s.is_lasting
+            s.block.block_bytes for s in self.storages() if s.block is not None and not s.is_lasting
         )
         error.function = self.current_function
         error.detail = (
             f"{graph_bytes:,} by tensors of the graph that are in use now or cannot be evicted, "
-            f"{max(0, error.in_use_bytes - graph_bytes):,} by parameters, optimizer state and arrays "
-            "outside of the graph"
+            f"{max(0, error.in_use_bytes - graph_bytes):,} by parameters, optimizer state and "
+            "arrays outside of the graph"
         )
         if self.refusal is not None:
             error.detail += f"; {self.refusal}"

@@ -21,7 +21,6 @@ from typing import Any
 from dynamemo.device import Device
 from dynamemo.lazy import VariableBox
 from dynamemo.recipe import ParameterVersion
-from dynamemo.storage import Array
 
 
 class _Guard:

@@ -61,11 +61,20 @@ class Suggestion:
 class Policy(Protocol):
     """Decides what to evict, and how."""
 
-    name: str
-    #: Keep the sources that had to be rebuilt for a recompute (speed-centric), or drop them again.
-    keeps_rebuilt_sources: bool
-    #: Evict all that can be evicted after every function.
-    is_eager: bool
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        ...
+
+    @property
+    def keeps_rebuilt_sources(self) -> bool:
+        """Whether sources that were rebuilt for a recompute stay (speed-centric)."""
+        ...
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether all that can be is evicted after every function."""
+        ...
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Return how to evict the candidate and at what cost, or None to leave it."""
@@ -165,7 +174,9 @@ class OneTechnique:
             cost_s = candidate.recompute_s
         else:
             cost_s = candidate.offload_s + candidate.fetch_s
-        return None if math.isinf(cost_s) else Suggestion(self.technique, cost_s / candidate.distance)
+        return (
+            None if math.isinf(cost_s) else Suggestion(self.technique, cost_s / candidate.distance)
+        )
 
 
 @dataclass(frozen=True, slots=True)

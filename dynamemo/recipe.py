@@ -306,9 +306,7 @@ class _Planner:
             self._depth -= 1
 
 
-def plan(
-    storage: Storage, version_of: VersionOf, is_safe: IsSafe, is_fit: IsFit
-) -> Recipe | None:
+def plan(storage: Storage, version_of: VersionOf, is_safe: IsSafe, is_fit: IsFit) -> Recipe | None:
     """Find the steps that rebuild a resident storage, or None where nothing safe does.
 
     Parameters

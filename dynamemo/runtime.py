@@ -14,18 +14,16 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from typing import Any
 
 from dynamemo.allocator import (
     FileTier,
-    HostTier,
     OutOfMemoryError,
     Pool,
     Tier,
     TierStack,
     parse_budget,
 )
-from dynamemo.chainer_binding import ChainerBinding
+from dynamemo.chainer_binding import ChainerBinding, has_cuda
 from dynamemo.device import Device, HostDevice
 from dynamemo.errors import DynamemoError
 from dynamemo.graph import Trace
@@ -55,7 +53,8 @@ class Runtime:
         Bytes that may be taken from the device: a number, "4GiB", or a percentage of what is free
         when the context is entered. Default: 90% of that.
     device : str or int
-        "auto" (the current GPU if CuPy sees one, else the CPU), "cpu", "cuda", "cuda:1" or an index.
+        "auto" (the current GPU if CuPy sees one, else the CPU), "cpu", "cuda", "cuda:1", or the
+        number of a GPU.
     host_budget : int or str, optional
         Bytes that evicted tensors may take outside of the device: pinned host memory for a GPU
         (default: half of what is free), file space for the CPU (default: what the folder has).
@@ -130,9 +129,7 @@ class Runtime:
     def _open(self, stack: contextlib.ExitStack) -> None:
         device = _resolve_device(self._device_name)
         is_torture = self._policy.is_eager
-        budget_bytes = parse_budget(
-            self._budget or _DEFAULT_SHARE, free_bytes=device.free_bytes
-        )
+        budget_bytes = parse_budget(self._budget or _DEFAULT_SHARE, free_bytes=device.free_bytes)
         pool = device.make_pool(budget_bytes)
         self._device = device
         self._tier_list = self._make_tiers(device)
@@ -162,11 +159,11 @@ class Runtime:
         limit: int | None = None
         if self._host_budget is not None:
             limit = parse_budget(self._host_budget, free_bytes=HostDevice().free_bytes)
-        if device.name != "cpu":
+        if not isinstance(device, HostDevice):
             default = parse_budget(_DEFAULT_HOST_SHARE, free_bytes=HostDevice().free_bytes)
             tiers.append(device.make_host_tier(default if limit is None else limit))
             limit = None
-        if device.name == "cpu" or self._spill_dir is not None:
+        if isinstance(device, HostDevice) or self._spill_dir is not None:
             folder = None if self._spill_dir is None else os.fspath(self._spill_dir)
             tiers.append(FileTier(device.copier, folder, limit_bytes=limit))
         return tiers
@@ -278,9 +275,7 @@ def _resolve_device(device: str | int) -> Device:
 
 
 def _default_device() -> Device:
-    import chainer
-
-    if not chainer.backends.cuda.available:
+    if not has_cuda():
         return HostDevice()
     from dynamemo.cuda_device import CudaDevice, device_count
 

@@ -49,6 +49,11 @@ class View:
 class Slot(Protocol):
     """A place outside dynamemo that refers to an array of a storage."""
 
+    @property
+    def owner(self) -> object | None:
+        """The object that the place belongs to, or None when it died."""
+        ...
+
     def get(self) -> Array | None:
         """Return the array held there, or None where the owner died or holds something else."""
         ...
@@ -139,8 +144,8 @@ class Storage:
         "digest",
         "exposed",
         "is_checkpoint",
-        "is_leaf",
         "is_lasting",
+        "is_leaf",
         "keeper",
         "nbytes",
         "producer",
@@ -154,15 +159,14 @@ class Storage:
         "views",
     )
 
-    def __init__(
-        self, storage_id: int, block: Block, keeper: Keeper, producer: Producer | None
-    ) -> None:
+    def __init__(self, storage_id: int, block: Block, keeper: Keeper) -> None:
         self.storage_id = storage_id
         self.keeper = keeper
         self.block: Block | None = block
         #: Requested bytes of the block: what a tier holds.
         self.nbytes: int = block.requested_bytes
-        self.producer = producer
+        #: Who made it; None: not known, or it was there before any function.
+        self.producer: Producer | None = None
         #: Whether the producer's array is the whole block, so that making it anew rebuilds all.
         self.covered = False
         #: Whether the seed's rules call the producer a checkpoint (convolution, matrix product).

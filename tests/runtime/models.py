@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ class VGG(chainer.Chain):
             self.convs = chainer.ChainList(
                 *[
                     L.Convolution2D(i, o, 3, pad=1, nobias=True)
-                    for i, o in zip(widths, widths[1:], strict=False)
+                    for i, o in itertools.pairwise(widths)
                 ]
             )
             self.norms = chainer.ChainList(*[L.BatchNormalization(o) for o in widths[1:]])

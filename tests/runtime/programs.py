@@ -37,7 +37,11 @@ class OverwriteInPlace(chainer.Function):
         return (x,)
 
     def backward(self, inputs, grad_outputs):
-        return (grad_outputs[0] * numpy.float32(0.5) * chainer.backend.get_array_module(inputs[0]).sign(inputs[0]) ** 2,)
+        return (
+            grad_outputs[0]
+            * numpy.float32(0.5)
+            * chainer.backend.get_array_module(inputs[0]).sign(inputs[0]) ** 2,
+        )
 
 
 class Net(chainer.Chain):
@@ -75,7 +79,8 @@ UNARY = {
     "convolution": lambda net, x: F.reshape(net.conv(_image(x)), (ROWS, WIDTH)),
     "pooling": lambda net, x: F.reshape(F.max_pooling_2d(_image(x), 3, 1, 1), (ROWS, WIDTH)),
     "unpool": lambda net, x: F.reshape(
-        F.unpooling_2d(F.average_pooling_2d(_image(x), 2), 2, outsize=(8, WIDTH // 16)), (ROWS, WIDTH)
+        F.unpooling_2d(F.average_pooling_2d(_image(x), 2), 2, outsize=(8, WIDTH // 16)),
+        (ROWS, WIDTH),
     ),
     "transpose": lambda net, x: F.transpose(F.reshape(x, (WIDTH, ROWS))),
     "halves": lambda net, x: F.concat(F.split_axis(x, 2, axis=1)[::-1], axis=1),
@@ -183,9 +188,7 @@ def run(program: Program, device: str = "@numpy") -> Fingerprint:
     return fingerprint([net], [optimizer], losses)
 
 
-def _finish(
-    ending: str, net: Any, optimizer: Any, last: Any, other: Any, losses: list[Any]
-) -> Any:
+def _finish(ending: str, net: Any, optimizer: Any, last: Any, other: Any, losses: list[Any]) -> Any:
     net.cleargrads()
     if ending == "one_loss":
         loss = _loss(last)

@@ -188,8 +188,9 @@ class TestArguments:
     def test_a_spill_folder_that_is_not_there(self, tmp_path):
         before = seams()
         missing = tmp_path / "nowhere"
-        with pytest.raises(dynamemo.SpillError, match="nowhere"), Runtime(
-            "1MiB", device="cpu", spill_dir=missing
+        with (
+            pytest.raises(dynamemo.SpillError, match="nowhere"),
+            Runtime("1MiB", device="cpu", spill_dir=missing),
         ):
             pass
         assert seams() == before
