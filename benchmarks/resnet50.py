@@ -206,7 +206,8 @@ def main() -> int:
             options, "--budget", str(budget), "--policy", options.policy
         )
     failures = _judge(runs, stock)
-    result = {"environment": describe(), "options": vars(options), "runs": runs}
+    asked = {key: value for key, value in vars(options).items() if key not in ("out", "child")}
+    result = {"environment": describe(), "options": asked, "runs": runs}
     if options.out:
         with open(options.out, "w") as file:
             json.dump(result, file, indent=2)

@@ -14,6 +14,7 @@ Invariant kept here: 3. A version's array holds the value of its forward.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,11 @@ from typing import Any
 from dynamemo.device import Device
 from dynamemo.lazy import VariableBox
 from dynamemo.recipe import ParameterVersion
+
+
+#: References to a list that one variable has for itself, seen from a function that looks at it: the
+#: variable's, the local name's and the argument of getrefcount.
+_OWN_REFERENCES = 3
 
 
 class _Guard:
@@ -74,6 +80,8 @@ class ParameterGuards:
         data = parameter.__dict__["_data"]
         if type(data) is VariableBox or data[0] is None or not self._device.owns(data[0]):
             return False
+        if sys.getrefcount(data) > _OWN_REFERENCES:
+            return False  # a copy of the parameter shares its list, and has to go on sharing it
         box = VariableBox(data[0], _Guard(0), self._change, parameter)
         parameter.__dict__["_data"] = box
         key = id(parameter)
@@ -137,7 +145,8 @@ class ParameterGuards:
 
 
 def unbox(variable: Any) -> None:
-    """Give a variable its plain list back, unless its array is away."""
+    """Give a variable its plain list back, unless its array is away or a copy shares the box."""
     box = variable.__dict__["_data"]
-    if type(box) is VariableBox and box.hole is None:
+    is_shared = sys.getrefcount(box) > _OWN_REFERENCES
+    if type(box) is VariableBox and box.hole is None and not is_shared:
         variable.__dict__["_data"] = [box.peek()]

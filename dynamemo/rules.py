@@ -6,8 +6,8 @@ configuration. Chainer's own functions are so, but for those named here; functio
 defined are not assumed to be (`register_recomputable` says so).
 
 What was found in Chainer 7.8.1: Dropout, Gaussian, RReLU and SimplifiedDropconnect keep their
-noise and use it again; Zoneout draws anew; BatchNormalization moves its running statistics on
-every call.
+noise and use it again; Zoneout draws anew; BatchNormalization and its decorrelated kin move
+their running statistics on every call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOISE = {
 #: Attributes to clear in the copy so that the second call has no effect outside of it.
 SIDE_EFFECTS = {
     "BatchNormalization": ("running_mean", "running_var"),
-    "FixedBatchNormalization": (),
+    "DecorrelatedBatchNormalization": ("running_mean", "running_projection"),
 }
 
 #: The seed's checkpoints (Wang et al. 2018, section 3.4): outputs that its recompute never drops.

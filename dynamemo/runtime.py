@@ -215,7 +215,7 @@ class Runtime:
             fetched_bytes=counters.fetched_bytes,
             preserved_bytes=counters.preserved_bytes,
             recomputed_functions=counters.recomputed_functions,
-            iterations=manager.recorder.iterations,
+            iterations=manager.recorder.iterations + manager.recorder.is_iteration_open,
             pool=figures,
             tier_bytes={type(tier).__name__: tier.used_bytes for tier in self._tier_list},
         )

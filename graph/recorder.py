@@ -83,6 +83,11 @@ class Recorder:
         return self._iterations + (1 if self._border_tick else 0)
 
     @property
+    def is_iteration_open(self) -> bool:
+        """Whether a backward has run since the last iteration ended: one more is nearly complete."""
+        return self._backward_has_run and not self._running
+
+    @property
     def is_in_backward(self) -> bool:
         """Whether an operation's backward is running."""
         return bool(self._running)

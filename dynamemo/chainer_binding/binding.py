@@ -161,7 +161,7 @@ class ChainerBinding:
         effects = [
             (array, array.copy())
             for name in rules.side_effect_attributes(function)
-            if (array := function.__dict__[name]) is not None
+            if (array := function.__dict__.get(name)) is not None
         ]
         try:
             return original(function, inputs)

@@ -228,7 +228,7 @@ class TestStatistics:
         assert figures.dropped_bytes + figures.offloaded_bytes > 0
         assert figures.recomputed_bytes <= figures.dropped_bytes
         assert figures.fetched_bytes <= figures.offloaded_bytes
-        assert figures.iterations == 2 or figures.iterations == 3
+        assert figures.iterations == 3
         assert figures.pool.current_bytes == figures.current_bytes
 
     def test_stays_after_leaving(self):
