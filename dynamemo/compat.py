@@ -146,7 +146,13 @@ def _mend_memory_utility(module: ModuleType) -> None:
 
     def get_array_module(array: Any) -> SimpleNamespace:
         xp = module.chainer.backend.get_array_module(array)
-        return SimpleNamespace(array=lambda values, *, copy, dtype: xp.asarray(values, dtype=dtype))
+
+        def converted(values: Any, *, copy: bool, dtype: Any) -> Any:
+            # The values may be of fresh memory, about to be overwritten: any of them may overflow.
+            with np.errstate(all="ignore"):
+                return xp.asarray(values, dtype=dtype)
+
+        return SimpleNamespace(array=converted)
 
     facade = SimpleNamespace(backend=SimpleNamespace(get_array_module=get_array_module))
     module.unpack_params = rebound(  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ class Runtime:
 
     Examples
     --------
-    >>> import dynamemo, numpy
+    >>> import dynamemo, chainer, numpy
     >>> import chainer.functions as F
     >>> with dynamemo.Runtime(budget="64MiB", device="cpu") as runtime:
     ...     x = chainer.Variable(numpy.ones((8, 1024), "f"))

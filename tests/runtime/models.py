@@ -159,7 +159,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
     "lenet": (LeNet, _images(1, 28, 32), lambda: chainer.optimizers.MomentumSGD(0.05)),
     "vgg": (VGG, _images(3, 32, 16), lambda: chainer.optimizers.Adam(0.01)),
     "resnet50": (ResNet50, _images(3, 64, 4), lambda: chainer.optimizers.MomentumSGD(0.01)),
-    "lstm": (StackedLSTM, _tokens(20, 64), lambda: chainer.optimizers.AdaGrad(0.05)),
+    "lstm": (StackedLSTM, _tokens(12, 64), lambda: chainer.optimizers.AdaGrad(0.05)),
     "transformer": (TransformerBlock, _tokens(24, 16), lambda: chainer.optimizers.Adam(0.001)),
 }
 
