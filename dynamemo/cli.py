@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dynamemo.errors import AllocatorError, DynamemoError
 from dynamemo.policies import POLICIES
+from dynamemo.report import check_writable
 
 if TYPE_CHECKING:
     from dynamemo.runtime import Runtime
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     policies = [name for name in POLICIES if name != "torture"]
     parser.add_argument("--budget", metavar="B", help="bytes, '4GiB', or '60%%' of what is free")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
+    _add_device(parser)
     parser.add_argument("--host-budget", metavar="B", help="room for evicted tensors, as --budget")
     parser.add_argument("--spill-dir", metavar="DIR", help="folder for the spill file")
     parser.add_argument("--policy", default="cost-aware", choices=policies)
@@ -64,9 +65,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, ...")
+    _add_device(parser)
     parser.add_argument("--json", metavar="FILE", help="write the table there, as JSON")
     parser.set_defaults(run=_demo)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        default="auto",
+        type=lambda text: int(text) if text.isdecimal() else text,
+        help="auto (default), cpu, cuda, cuda:1 or 1, ...",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -110,9 +120,14 @@ def _make_runtime(options: argparse.Namespace) -> Runtime:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from dynamemo.demo import run_demo
+    from dynamemo.demo import find_device, run_demo
 
-    return run_demo(device=options.device, json_path=options.json)
+    try:
+        path = None if options.json is None else check_writable(options.json)
+        device = find_device(options.device)
+    except _SETUP_ERRORS as error:
+        return _refuse(error, 2)
+    return run_demo(device=device, json_path=path)
 
 
 def _refuse(error: Exception, code: int) -> int:

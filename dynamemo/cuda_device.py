@@ -18,7 +18,7 @@ from dynamemo.allocator.cupy_memory import (
     PoolMemory,
     using_cupy_pool,
 )
-from dynamemo.device import Timer
+from dynamemo.device import Timer, members_if_counted
 from dynamemo.errors import DynamemoError
 from dynamemo.storage import Array, View
 
@@ -139,25 +139,8 @@ class CudaDevice:
 
     def is_exclusive(self, arrays: list[Array], references: list[int]) -> bool:
         """Compare the reference counts of arrays, bases, pointers and memory with what is known."""
-        members = list(arrays)
-        expected = [count + 1 for count in references]
-        index = {id(member): number for number, member in enumerate(members)}
-        position = 0
-        while position < len(members):
-            base = members[position].base
-            position += 1
-            if base is None:
-                continue
-            if id(base) not in index:
-                index[id(base)] = len(members)
-                members.append(base)
-                expected.append(0)
-            expected[index[id(base)]] += 1
-            del base
-        for number in range(len(members)):
-            if sys.getrefcount(members[number]) > expected[number] + 2:
-                return False
-        return _is_memory_exclusive(members)
+        members = members_if_counted(arrays, references, cupy.ndarray)
+        return members is not None and _is_memory_exclusive(members)
 
     def allocate(self, nbytes: int) -> Any:
         """Return a pointer to new memory from CuPy's current allocator."""

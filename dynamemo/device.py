@@ -181,28 +181,7 @@ class HostDevice:
 
     def is_exclusive(self, arrays: list[Array], references: list[int]) -> bool:
         """Compare CPython's reference counts of the arrays and their bases with what is known."""
-        members = list(arrays)
-        expected = [count + 1 for count in references]
-        index = {id(member): number for number, member in enumerate(members)}
-        position = 0
-        while position < len(members):
-            base = members[position].base
-            position += 1
-            if base is None:
-                continue
-            if type(base) is not numpy.ndarray:
-                return False
-            if id(base) not in index:
-                index[id(base)] = len(members)
-                members.append(base)
-                expected.append(0)
-            expected[index[id(base)]] += 1
-            del base
-        # One reference from `members`, one from getrefcount's argument.
-        return all(
-            sys.getrefcount(members[number]) <= expected[number] + 2
-            for number in range(len(members))
-        )
+        return members_if_counted(arrays, references, numpy.ndarray) is not None
 
     def allocate(self, nbytes: int) -> Any:
         """Return a flat array of bytes."""
@@ -232,3 +211,41 @@ class HostDevice:
     def stop_timer(self, start: float) -> Timer:
         """Return the seconds since `start`."""
         return _Elapsed(time.perf_counter() - start)
+
+
+def members_if_counted(
+    arrays: list[Array], references: list[int], kind: type
+) -> list[Array] | None:
+    """Return the arrays and all their bases, if nothing unknown refers to any of them.
+
+    Parameters
+    ----------
+    arrays : list of array
+        Distinct; the caller's list is one known reference to each.
+    references : list of int
+        How many more references to each are known.
+    kind : type
+        What a base has to be; with another one the memory is not ours alone.
+    """
+    members = list(arrays)
+    expected = [count + 1 for count in references]
+    index = {id(member): number for number, member in enumerate(members)}
+    position = 0
+    while position < len(members):
+        base = members[position].base
+        position += 1
+        if base is None:
+            continue
+        if type(base) is not kind:
+            return None
+        if id(base) not in index:
+            index[id(base)] = len(members)
+            members.append(base)
+            expected.append(0)
+        expected[index[id(base)]] += 1
+        del base
+    # Two more: one from `members`, one from getrefcount's argument.
+    is_counted = all(
+        sys.getrefcount(members[number]) <= expected[number] + 2 for number in range(len(members))
+    )
+    return members if is_counted else None

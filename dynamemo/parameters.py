@@ -23,7 +23,6 @@ from dynamemo.device import Device
 from dynamemo.lazy import VariableBox
 from dynamemo.recipe import ParameterVersion
 
-
 #: References to a list that one variable has for itself, seen from a function that looks at it: the
 #: variable's, the local name's and the argument of getrefcount.
 _OWN_REFERENCES = 3

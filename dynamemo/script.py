@@ -20,7 +20,6 @@ import builtins
 import importlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import sys
 import types
@@ -30,6 +29,7 @@ from typing import Any
 
 from dynamemo import allocator
 from dynamemo.errors import AllocatorError, DynamemoError, InternalError, OutOfMemoryError
+from dynamemo.report import check_writable, write_json
 from dynamemo.runtime import Runtime
 
 _OUR_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -110,9 +110,7 @@ class Session:
 
     def _write_report(self) -> None:
         if self._report is not None:
-            with open(self._report, "w") as file:
-                json.dump(self._runtime.statistics().as_dict(), file, indent=2)
-                file.write("\n")
+            write_json(self._report, self._runtime.statistics().as_dict())
 
 
 def find_script(name: str) -> Script:
@@ -176,22 +174,9 @@ def enter_for_process(runtime: Runtime, *, report: str | None = None) -> Session
     DynamemoError, AllocatorError
         If the runtime cannot be entered.
     """
-    if report is not None:
-        report = os.path.abspath(report)  # the script may change the folder
-        _check_writable(report)
+    path = None if report is None else check_writable(report)
     runtime.__enter__()
-    return Session(runtime, report)
-
-
-def _check_writable(path: str) -> None:
-    is_new = not os.path.exists(path)
-    try:
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise OSError(f"cannot write the report {path!r}: {error.strerror}") from error
-    if is_new:
-        os.remove(path)
+    return Session(runtime, path)
 
 
 def run_script(script: Script, arguments: Sequence[str], session: Session) -> None:
