@@ -49,11 +49,12 @@ def original_class(obj: object) -> type:
 @functools.cache
 def _lazy_class(cls: type) -> type:
     def reduce_whole(self: Any, protocol: Any) -> Any:
-        for name in names_with_holes(self):
-            getattr(self, name)
-        return self.__reduce_ex__(protocol)
+        held = [getattr(self, name) for name in names_with_holes(self)]
+        reduced = self.__reduce_ex__(protocol)
+        del held
+        return reduced
 
-    namespace = {
+    namespace: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
@@ -61,7 +62,22 @@ def _lazy_class(cls: type) -> type:
         "__reduce_ex__": reduce_whole,
         "_dynamemo_lazy": True,
     }
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(cls, name):
+            namespace[name] = _whole_first(name)
     return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _whole_first(name: str) -> Callable[..., Any]:
+    """Make a method that restores the object and then calls its own method of that name."""
+
+    def call(self: Any, *arguments: Any) -> Any:
+        held = [getattr(self, attribute) for attribute in names_with_holes(self)]
+        result = getattr(self, name)(*arguments)
+        del held
+        return result
+
+    return call
 
 
 def _lazy_property(lazy: type, name: str) -> property:
@@ -235,7 +251,18 @@ def _filled(template: Any, storage: Storage, arrays: list[Array]) -> Any:
 
 def can_have_holes(obj: object) -> bool:
     """Tell whether arrays that are attributes of the object can be evicted."""
-    return hasattr(obj, "__dict__") and hasattr(type(obj), "__weakref__")
+    return hasattr(obj, "__dict__") and _can_be_lazy(original_class(obj))
+
+
+@functools.cache
+def _can_be_lazy(cls: type) -> bool:
+    if not hasattr(cls, "__weakref__"):
+        return False
+    try:
+        _lazy_class(cls)
+    except TypeError:
+        return False  # a class that watches its subclasses wants more than a name
+    return True
 
 
 class VariableBox(list[Any]):

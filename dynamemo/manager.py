@@ -282,31 +282,26 @@ class MemoryManager(Records):
         """Refuse what needs much memory to run again, or has arrays that somebody may change."""
         if application.transient > self.pool.capacity_bytes // _TRANSIENT_SHARE:
             return False
-        return all(
-            self._is_unshared(array)
-            for name in application.given
-            for array in arrays_in(function.__dict__.get(name))
-            if self.device.owns(array)
-        )
+        return all(self._is_unshared(function, name) for name in application.given)
 
-    def _is_unshared(self, array: Array) -> bool:
-        storage = self.storage_of(array)
-        if storage is not None:
-            return self._is_ours_alone(self._contents(storage))
-        # Its one place, this name and the caller's two.
-        return self.device.is_exclusive([array], [4])
+    def _is_unshared(self, function: Any, name: str) -> bool:
+        """Tell whether nobody else refers to the arrays of a function's attribute."""
+        arrays = [a for a in arrays_in(function.__dict__.get(name)) if self.device.owns(a)]
+        storages = {s for s in map(self.storage_of, arrays) if s is not None}
+        arrays = [a for a in arrays if self.storage_of(a) is None]
+        if not self.device.is_exclusive(arrays, [1] * len(arrays)):
+            return False
+        return all(self._is_ours_alone(self._contents(storage)) for storage in storages)
 
     def _is_safe_source(self, node: Any, target: Storage) -> bool:
-        """Tell whether a resident node's array is unchanged since forward and will stay so."""
+        """Tell whether a resident node's array is unchanged since forward and will stay so.
+
+        A leaf's is not trusted: whoever made it may have written to it since.
+        """
         source = self.storage_of(node.__dict__["_data"])
-        if source is None:
-            is_leaf = node.creator_node is None
-            return is_leaf and self.device.is_exclusive([node.__dict__["_data"]], [1])
-        if source is target or source.exposed:
+        if source is None or source is target or source.exposed:
             return False
-        if source.producer is not None:
-            return True
-        return self._is_ours_alone(self._contents(source))
+        return source.producer is not None
 
     def _estimate(self, recipe: Recipe | None) -> float:
         if recipe is None:

@@ -14,6 +14,7 @@ Invariant kept here: 3. A version's array holds the value of its forward.
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -31,9 +32,11 @@ _OWN_REFERENCES = 3
 class _Guard:
     """What is known of one parameter."""
 
-    __slots__ = ("changed_at", "versions")
+    __slots__ = ("changed_at", "is_trusted", "versions")
 
-    def __init__(self, changed_at: int) -> None:
+    def __init__(self, changed_at: int, *, is_trusted: bool) -> None:
+        #: Nobody has held the array since `changed_at`, who could write to it unnoticed.
+        self.is_trusted = is_trusted
         #: First op id that may see the present value.
         self.changed_at = changed_at
         self.versions: list[weakref.ref[ParameterVersion]] = []
@@ -75,14 +78,24 @@ class ParameterGuards:
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def watch(self, parameter: Any) -> bool:
-        """Notice from now on when the parameter changes; False where that was so already."""
+        """Notice from now on when the parameter changes; False where that was so already.
+
+        Called right after a function has read it: trust that was lost, because somebody got hold
+        of the array, begins anew with that function if nobody holds it any more.
+        """
         data = parameter.__dict__["_data"]
-        if type(data) is VariableBox or data[0] is None or not self._device.owns(data[0]):
+        if type(data) is VariableBox:
+            self._trust_again(parameter, data)
+            return False
+        if data[0] is None or not self._device.owns(data[0]):
             return False
         if sys.getrefcount(data) > _OWN_REFERENCES:
             return False  # a copy of the parameter shares its list, and has to go on sharing it
-        box = VariableBox(data[0], _Guard(0), self._change, parameter)
+        guard = _Guard(0, is_trusted=False)
+        box = VariableBox(data[0], guard, self._lose_trust, parameter)
         parameter.__dict__["_data"] = box
+        del data
+        self._trust_again(parameter, box)
         key = id(parameter)
         self._watched[key] = weakref.ref(parameter, lambda _: self._watched.pop(key, None))
         return True
@@ -96,7 +109,9 @@ class ParameterGuards:
         for version in guard.alive():
             if version.covers(op_id):
                 return version
-        if op_id < guard.changed_at or not self._is_untouched(parameter, box):
+        if not guard.is_trusted or op_id < guard.changed_at:
+            return None
+        if not self._is_untouched(parameter, box):
             return None
         version = ParameterVersion(box.peek(), guard.changed_at)
         self._share(version)
@@ -106,17 +121,29 @@ class ParameterGuards:
     def _guard(self, box: VariableBox) -> _Guard:
         if box.subject is None:
             # The array was replaced by another: what came before saw another value.
-            box.subject = _Guard(self._next_op_id())
+            box.subject = _Guard(self._next_op_id(), is_trusted=False)
         guard: _Guard = box.subject
         return guard
 
     def _is_untouched(self, parameter: Any, box: VariableBox) -> bool:
-        """Tell whether nobody but the parameter and its node refers to the array."""
+        """Tell whether nobody but the parameter, its node and its versions holds the array."""
         if box.hole is not None:
             return False
         arrays = [box.peek()]
-        is_retained = parameter.node.__dict__.get("_data") is arrays[0]
-        return self._device.is_exclusive(arrays, [2 if is_retained else 1])
+        known = 1 + (parameter.node.__dict__.get("_data") is arrays[0])
+        known += sum(v.__dict__.get("array") is arrays[0] for v in self._guard(box).alive())
+        return self._device.is_exclusive(arrays, [known])
+
+    def _trust_again(self, parameter: Any, box: VariableBox) -> None:
+        guard = self._guard(box)
+        if not guard.is_trusted and self._is_untouched(parameter, box):
+            guard.is_trusted = True
+            guard.changed_at = self._next_op_id()
+
+    def _lose_trust(self, guard: _Guard) -> None:
+        """Reckon with writes: somebody outside Chainer gets hold of the array."""
+        self._change(guard)
+        guard.is_trusted = False
 
     def about_to_change(self, parameter: Any) -> None:
         """Copy what recipes still need of the parameter's present value."""
@@ -144,8 +171,14 @@ class ParameterGuards:
 
 
 def unbox(variable: Any) -> None:
-    """Give a variable its plain list back, unless its array is away or a copy shares the box."""
+    """Give a variable its plain list back, unless its array is away."""
     box = variable.__dict__["_data"]
-    is_shared = sys.getrefcount(box) > _OWN_REFERENCES
-    if type(box) is VariableBox and box.hole is None and not is_shared:
-        variable.__dict__["_data"] = [box.peek()]
+    if type(box) is not VariableBox or box.hole is not None:
+        return
+    plain = [box.peek()]
+    if sys.getrefcount(box) > _OWN_REFERENCES:
+        # Copies of the variable share its list: all get the same one back.
+        for owner in gc.get_referrers(box):
+            if type(owner) is dict and owner.get("_data") is box:
+                owner["_data"] = plain
+    variable.__dict__["_data"] = plain

@@ -275,7 +275,8 @@ class _Planner:
         holes = holes_of(node, "_data")
         if holes:
             storage = holes[0].storage
-            return None if storage is self._target or storage.exposed else FromNode(node)
+            is_safe = storage.producer is not None and not storage.exposed
+            return FromNode(node) if is_safe and storage is not self._target else None
         if node.__dict__.get("_data") is not None:
             return FromNode(node) if self._is_safe(node) else None
         return self._from_creator(node)

@@ -25,7 +25,6 @@ NOT_REPEATABLE = frozenset(
         "StaticScheduleFunction",
         "MultiNodeBatchNormalizationFunction",
         "FunctionAdapter",
-        "_ReturnFirst",
         "Copy",
         "ScatterAdd",
     }
@@ -56,7 +55,6 @@ CHECKPOINTS = frozenset(
         "LinearFunction",
         "MatMul",
         "BilinearFunction",
-        "DepthwiseConvolution2D",
         "LocalConvolution2DFunction",
     }
 )
@@ -67,8 +65,9 @@ _registered: set[type] = set()
 def register_recomputable(cls: type) -> type:
     """Declare that a user-defined function may be applied again to rebuild its outputs.
 
-    The result has to depend on the inputs, on attributes set before the first call and on
-    `chainer.config` only, and `forward` must not write into its inputs.
+    The result has to depend only on the inputs, on attributes set before the first call and on
+    Chainer's own entries of `chainer.config` (`train`, `dtype`, the cuDNN flags), and `forward`
+    must not write into its inputs.
 
     Parameters
     ----------

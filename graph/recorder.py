@@ -84,7 +84,7 @@ class Recorder:
 
     @property
     def is_iteration_open(self) -> bool:
-        """Whether a backward has run since the last iteration ended: one more is nearly complete."""
+        """Whether a backward has run since the last iteration ended: one more is near its end."""
         return self._backward_has_run and not self._running
 
     @property

@@ -277,6 +277,8 @@ class Recording:
 
     def _note_retained_outputs(self, function: Any, made: list[Any]) -> list[int]:
         ids = []
+        if not can_have_holes(function):
+            return ids
         arrays = function.__dict__.get("_retained_output_data") or ()
         indexes = function._output_indexes_to_retain or ()
         for position, (index, array) in enumerate(zip(indexes, arrays, strict=True)):
@@ -301,11 +303,12 @@ class Recording:
                 if name in _GRAPH_ATTRIBUTES:
                     continue
                 is_given = owner is function and before.get(name) is value
+                is_input = is_given and name not in rules.side_effect_attributes(function)
                 items = enumerate(value) if type(value) is tuple else ((None, value),)
                 for position, array in items:
                     if not self._device.owns(array):
                         continue
-                    if is_given:
+                    if is_input:
                         given.add(name)
                     is_made = owner is function and position is None and not is_given
                     attribute = name if is_made else None
@@ -327,4 +330,5 @@ class Recording:
 def attribute_owners(function: Any) -> tuple[Any, ...]:
     """Return the objects whose attributes are a function's: itself and an old-style inner one."""
     inner = function.__dict__.get("_function")
-    return (function,) if inner is None or not can_have_holes(inner) else (function, inner)
+    owners = (function,) if inner is None else (function, inner)
+    return tuple([owner for owner in owners if can_have_holes(owner)])

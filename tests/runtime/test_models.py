@@ -27,7 +27,7 @@ def reference(name):
 @functools.cache
 def smallest(name):
     """Return result and statistics at the smallest budget that the errors lead to."""
-    return run_from(lambda: train(name), reference(name)[1] // 6, step=0.12)
+    return run_from(lambda: train(name), reference(name)[1] // 4, step=0.2)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

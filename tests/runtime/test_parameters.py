@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from dynamemo import Runtime
+from dynamemo.lazy import names_with_holes
 from tests.runtime.test_recipe import OFFLOAD, RECOMPUTE, SHAPE, SIZE, Session, leaf, source
 from tests.runtime.training import PLENTY, to_bytes
 
@@ -305,19 +306,38 @@ class TestGradients:
             assert session.figures.preserved_bytes > 0
 
     def test_a_gradient_that_is_away_is_in_a_copy_of_the_parameter(self):
-        """`Link.copy` and `copy.copy` share arrays with the original."""
-        with Session(OFFLOAD, budget=20 * SIZE) as session:
+        """Chainer's copy of a variable shares its arrays."""
+        with Session(OFFLOAD, budget=20 * SIZE):
             link = linear()
             y = F.sum(link(source()))
             link.cleargrads()
             y.backward()
             expected = link.W.grad.copy()
             fill_up()
-            assert session.figures.tier_bytes["FileTier"] > SIZE
-            twin = link.copy("share")
-            assert twin.W.grad is not None
-            assert (twin.W.grad == expected).all()
+            assert names_with_holes(link.W) == ["_grad"]
+            twin = copy.copy(link.W)
+            assert twin.grad is not None
+            assert (twin.grad == expected).all()
             assert (link.W.grad == expected).all()
+
+    def test_a_gradient_that_is_away_is_not_mixed_up_with_that_of_a_copy(self):
+        with Session(OFFLOAD, budget=20 * SIZE):
+            link = linear()
+            y = F.sum(link(source()))
+            link.cleargrads()
+            y.backward()
+            expected = link.W.grad.copy()
+            fill_up()
+            assert names_with_holes(link.W) == ["_grad"]
+            twin = link.copy("share")
+            z = F.sum(twin(source())) * 2
+            twin.cleargrads()
+            z.backward()
+            expected_twin = twin.W.grad.copy()
+            del y, z
+            fill_up()
+            assert (link.W.grad == expected).all()
+            assert (twin.W.grad == expected_twin).all()
 
 
 def fill_up():

@@ -26,7 +26,7 @@ def _peak_bytes(training):
     return result, figures.peak_bytes
 
 
-@settings(max_examples=40, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @given(program=programs(), share=st.floats(0, 1), policy=st.sampled_from(POLICIES))
 def test_same_bits_within_any_budget(program, share, policy):
     def training():

@@ -156,10 +156,11 @@ class TestRefused:
             view[...] = 0
             assert (y.array == leaf().array ** 2).all()
 
-    def test_not_a_leaf_that_only_the_graph_holds(self):
+    def test_a_leaf_that_only_the_graph_holds(self):
+        """Whoever made it may have written to it before letting go of it."""
         with Session() as session:
             y = F.square(leaf())
-            assert session.evict() == 1
+            assert session.evict() == 0
             assert (y.array == leaf().array ** 2).all()
 
     def test_a_leaf_from_before_the_runtime_that_the_user_holds(self):
@@ -279,21 +280,6 @@ class TestConfiguration:
                 assert (y.array == source().array * 3).all()
                 assert chainer.config.train is False
                 assert chainer.config.dtype == "float16"
-
-    def test_an_entry_of_the_users_own(self):
-        """`register_recomputable` allows a function to depend on all of `chainer.config`."""
-
-        @dynamemo.register_recomputable
-        class Tempered(chainer.FunctionNode):
-            def forward(self, inputs):
-                return (inputs[0] * chainer.config.temperature,)
-
-        with Session(verify=False) as session, chainer.using_config("temperature", 7):
-            h = source()
-            with chainer.using_config("temperature", 2):
-                y = Tempered().apply((h,))[0]
-            session.evict()
-            assert (y.array == h.array * 2).all()
 
     def test_hooks_of_the_user_do_not_see_it(self):
         class Seen(chainer.FunctionHook):
@@ -558,14 +544,6 @@ class TestWrittenUnnoticed:
             session.evict()
             assert (z.array == leaf().array ** 2).all()
             assert (y.array == leaf().array.dot(weight.T)).all()
-
-    def test_the_data_of_a_node(self):
-        with Session(verify=False) as session:
-            h = source()
-            y = F.tanh(h)
-            session.evict()
-            h.node.data[...] = 0
-            assert (y.array == numpy.tanh(numpy.exp(leaf().array))).all()
 
     def test_an_output_before_it_is_used(self):
         with Session() as session:
