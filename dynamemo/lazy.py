@@ -65,7 +65,15 @@ def _lazy_class(cls: type) -> type:
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(cls, name):
             namespace[name] = _whole_first(name)
-    return type(cls)(cls.__name__, (cls,), namespace)
+    # Made beside the class and then put under it: classes that watch their subclasses
+    # (`__init_subclass__`, a metaclass that registers them) are not told of this one.
+    lazy = type.__new__(type(cls), cls.__name__, (_Beside,), namespace)
+    lazy.__bases__ = (cls,)
+    return lazy
+
+
+class _Beside:
+    """Where a lazy class is born."""
 
 
 def _whole_first(name: str) -> Callable[..., Any]:
@@ -261,7 +269,7 @@ def _can_be_lazy(cls: type) -> bool:
     try:
         _lazy_class(cls)
     except TypeError:
-        return False  # a class that watches its subclasses wants more than a name
+        return False  # another layout in memory, or a class that nothing may derive from
     return True
 
 
