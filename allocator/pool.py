@@ -280,20 +280,31 @@ class Pool(PoolCore):
 
     def start_meter(self) -> tuple[int, int]:
         """Begin to watch the highest use; give what this returns to `stop_meter`. They nest."""
-        outer_bytes, self._meter_bytes = self._meter_bytes, self._heap.used_bytes
+        outer_bytes, self._meter_bytes = self._meter_bytes, self._metered_bytes()
         return outer_bytes, self._meter_bytes
 
     def stop_meter(self, started: tuple[int, int]) -> int:
-        """Return the bytes by which use was at most above the greater of then and now."""
+        """Return the bytes by which use was at most above the greater of then and now.
+
+        As if nothing had been moved out or back meanwhile (`note_moved_out`).
+        """
         outer_bytes, then_bytes = started
         highest_bytes = self._meter_bytes
         self._meter_bytes = max(outer_bytes, highest_bytes)
-        return max(0, highest_bytes - max(then_bytes, self._heap.used_bytes))
+        return max(0, highest_bytes - max(then_bytes, self._metered_bytes()))
+
+    def note_moved_out(self, nbytes: int) -> None:
+        """Tell that the reclaimer freed so many bytes, or brought them back (below 0)."""
+        self._moved_out_bytes += nbytes
+
+    def _metered_bytes(self) -> int:
+        self.settle()
+        return self._heap.used_bytes + self._moved_out_bytes
 
     def reset_peak(self) -> None:
         """Start the peak anew from the bytes in use now."""
         with self._exclusive() as heap:
-            self._peak_bytes = self._meter_bytes = heap.used_bytes
+            self._peak_bytes = heap.used_bytes
 
     def validate(self) -> None:
         """Check the invariants; `InternalError` if one does not hold."""

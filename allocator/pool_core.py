@@ -56,7 +56,8 @@ class PoolCore:
         self._blocks: dict[int, Block] = {}  # by address
         self._last_stream = 0
         self._peak_bytes = self._total_bytes = self._allocations = self._frees = 0
-        self._meter_bytes = 0  # highest use since the innermost `start_meter`; at most the peak
+        self._meter_bytes = 0  # highest use since the innermost `start_meter`
+        self._moved_out_bytes = 0  # freed by the reclaimer, less what it brought back
         #: Bytes at the low end that blocks for the high end stay out of.
         self.low_area_bytes = 0
         #: What finalizers have left to be freed; for those that must not call anything.
@@ -134,10 +135,11 @@ class PoolCore:
         self._state = _IDLE
         self._allocations += 1
         self._total_bytes += block.block_bytes
+        if used_bytes > self._peak_bytes:
+            self._peak_bytes = used_bytes
+        used_bytes += self._moved_out_bytes
         if used_bytes > self._meter_bytes:
             self._meter_bytes = used_bytes
-            if used_bytes > self._peak_bytes:
-                self._peak_bytes = used_bytes
         return True
 
     def _release(self, block: Block) -> None:

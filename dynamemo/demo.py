@@ -235,7 +235,7 @@ class _Demo:
         for share in (50, 30):
             outcome, figures = self._within(peak_bytes * share // 100)
             self._add(f"{share} % of the peak", outcome, reference, figures)
-        outcome, figures = self._smallest(peak_bytes // 8)
+        outcome, figures = self._smallest(peak_bytes // 6)
         name = f"smallest: {figures.budget_bytes / peak_bytes:.0%}".replace("%", " %")
         self._add(name, outcome, reference, figures)
 

@@ -329,10 +329,15 @@ _LOOKING = frozenset(
         "__len__",
         "__repr__",
         "__str__",
+        "addgrad",
         "backward",
+        "cleargrad",
         "debug_print",
         "device",
         "dtype",
+        "grad",
+        "grad_var",
+        "is_initialized",
         "label",
         "ndim",
         "retain_data",
@@ -342,7 +347,12 @@ _LOOKING = frozenset(
         "variable_repr",
         "variable_str",
         "xp",
+        "zerograd",
     }
+)
+#: Methods of Link that look at arrays of parameters and do not hand them out.
+_LOOKING_LINK = frozenset(
+    {"cleargrads", "count_params", "namedparams", "params", "zerograds", "<genexpr>"}
 )
 #: Chainer's own modules that hand arrays to the user or write into them.
 _WRITERS = ("chainer.serializer", "chainer.link", "chainer.testing", "chainer.datasets")
@@ -359,6 +369,8 @@ def _reader_is_benign(frame: Any) -> bool:
     if not name.startswith(("chainer.", "dynamemo.")):
         return False
     # `chainer.link` defines Link (copyparams, serialize); `chainer.links` are layers.
+    if name == "chainer.link" and frame is not None:
+        return frame.f_code.co_name in _LOOKING_LINK
     return not name.startswith(_WRITERS) or name.startswith("chainer.links.")
 
 

@@ -235,6 +235,7 @@ class MemoryManager(Records):
         self._leave_slots(storage, contents)
         storage.block = None
         self.pool.settle()
+        self.pool.note_moved_out(block.block_bytes)
         if block.owner is not None:
             raise InternalError(f"evicting {storage.nbytes:,} bytes did not free their block")
         return True
@@ -423,6 +424,7 @@ class MemoryManager(Records):
         if block is not None and block.pool is self.pool:
             storage.block = block
             block.owner = storage
+            self.pool.note_moved_out(-block.block_bytes)
         storage.views = []
         for slot in list(storage.slots.values()):
             slot.fill(storage, arrays)

@@ -59,9 +59,8 @@ class Script:
     folder: str
     #: What becomes `__main__`.
     module: types.ModuleType
-    #: Source or byte code.
-    loader: Any
-    content: bytes
+    #: Its source; None where the loader has the code.
+    source: bytes | None
 
     def code(self) -> types.CodeType:
         """Compile it.
@@ -70,10 +69,11 @@ class Script:
         ------
         SyntaxError
         """
-        if isinstance(self.loader, importlib.machinery.SourceFileLoader):
+        if self.source is not None:
             path = str(self.module.__file__)
-            return compile(self.content, path, "exec", dont_inherit=True)
-        code: types.CodeType = self.loader.get_code("__main__")
+            return compile(self.source, path, "exec", dont_inherit=True)
+        loader: Any = self.module.__loader__
+        code: types.CodeType = loader.get_code("__main__")
         return code
 
 
@@ -125,17 +125,17 @@ def find_script(name: str) -> Script:
     path = os.path.join(os.getcwd(), name)  # not normalised: Python's own __file__ is not either
     try:
         with open(path, "rb") as file:
-            content = file.read()
+            source: bytes | None = file.read()
     except OSError as error:
         raise ScriptNotFoundError(
             f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2
         ) from error
     loader: Any = importlib.machinery.SourceFileLoader("__main__", path)
     if name.endswith(".pyc"):
-        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        loader, source = importlib.machinery.SourcelessFileLoader("__main__", path), None
     module = types.ModuleType("__main__")
     module.__dict__.update(__loader__=loader, __file__=path, __cached__=None)
-    return Script(name, os.path.dirname(os.path.realpath(path)), module, loader, content)
+    return Script(name, os.path.dirname(os.path.realpath(path)), module, source)
 
 
 def _is_searchable(name: str) -> bool:
@@ -153,7 +153,7 @@ def _find_in_folder(name: str) -> Script:
     spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is None or spec.loader is None:
         raise ScriptNotFoundError(f"can't find '__main__' module in {path!r}", 1)
-    return Script(name, path, importlib.util.module_from_spec(spec), spec.loader, b"")
+    return Script(name, path, importlib.util.module_from_spec(spec), None)
 
 
 def enter_for_process(runtime: Runtime, *, report: str | None = None) -> Session:
