@@ -15,6 +15,7 @@ be contiguous (Wang et al., PPoPP 2018, Algorithm 2).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -210,6 +211,8 @@ class MemoryManager(Records):
             self._is_evicting = True
             try:
                 self.drain()
+                for storage in self.storages():
+                    storage.refused_at = -1  # what held it then may have let go
                 for storage, suggestion in self._offers().values():
                     self._evict(storage, suggestion.technique)
                 self.pool.coalesce()
@@ -431,10 +434,17 @@ class MemoryManager(Records):
         self.recorder.touch(storage.storage_id)
 
     def close(self) -> None:
-        """Evict no more. What is away stays so until it is read; then it comes back."""
+        """Evict no more, and bring parameters, gradients and optimizer state back.
+
+        The tensors of a graph that are away stay so until they are read; then they come back.
+        """
         with self.pool.lock:
             self._is_closed = True
             self.drain()
+            for storage in self.storages():
+                if storage.is_lasting and not storage.is_resident:
+                    with contextlib.suppress(MemoryError):  # then it comes back when it is read
+                        self.restore(storage)
 
     def explain(self, error: OutOfMemoryError) -> None:
         """Say in an error which function asked, and what holds the memory."""
