@@ -65,17 +65,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    _add_device(parser)
+    _add_device(parser, default="cpu")
     parser.add_argument("--json", metavar="FILE", help="write the table there, as JSON")
     parser.set_defaults(run=_demo)
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def _add_device(parser: argparse.ArgumentParser, *, default: str = "auto") -> None:
     parser.add_argument(
         "--device",
-        default="auto",
+        default=default,
         type=lambda text: int(text) if text.isdecimal() else text,
-        help="auto (default), cpu, cuda, cuda:1 or 1, ...",
+        help=f"auto, cpu, cuda, cuda:1 or 1, ... (default: {default})",
     )
 
 

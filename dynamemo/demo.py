@@ -191,16 +191,15 @@ def table(rows: list[Row], device: str) -> Table:
     """Lay the rows out, with a line on what they mean; fits 100 columns."""
     result = Table(
         title=f"{DigitNet.__name__} on handwritten digits, {device}: one training, several budgets",
-        caption="budget: all array memory that the run may take; dropped, recomputed, offloaded: "
-        "totals of the run",
+        caption="budget, peak: all array memory at once; dropped, recomputed, offloaded: in all",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=0,
         caption_justify="left",
     )
     result.add_column("run", no_wrap=True)
     for name in ("budget", "peak", "s/iter", "dropped", "recomputed", "offloaded", "accuracy"):
-        result.add_column(name, justify="right")
-    result.add_column("bit-equal", justify="center")
+        result.add_column(name, justify="right", overflow="fold")
+    result.add_column("bit-equal", justify="center", overflow="fold")
     for row in rows:
         figures = (row.budget_bytes, row.peak_bytes)
         moved = (row.dropped_bytes, row.recomputed_bytes, row.offloaded_bytes)

@@ -55,13 +55,14 @@ def test_the_demo_keeps_its_promises(tmp_path):
 def test_the_table_fits_a_hundred_columns():
     numbers = dict.fromkeys(
         ("budget_bytes", "peak_bytes", "dropped_bytes", "recomputed_bytes", "offloaded_bytes"),
-        1023 * GIB + (9 << 27),
+        1024 * GIB - (1 << 27),  # 1023.9 GiB, the widest that there is
     )
     widest = dataclasses.replace(GOOD, **numbers, is_equal=False)
     text = io.StringIO()
     Console(file=text, width=100).print(table([GOOD, widest], "cuda:10"))
     assert max(map(len, text.getvalue().splitlines())) <= 100
     assert "…" not in text.getvalue()
+    assert text.getvalue().count("1023.9 GiB") == len(numbers)
     for word in ("recomputed", "bit-equal", "1 GiB", "12.345", "100.0%", "yes", "NO"):
         assert word in text.getvalue()
 
