@@ -269,6 +269,11 @@ def _resolve_device(device: str | int) -> Device:
         raise ValueError(
             f"unknown device {device!r}: use 'auto', 'cpu', 'cuda', 'cuda:0' or the GPU's number"
         )
+    if not has_cuda():
+        raise DynamemoError(
+            f"device {device!r} needs CuPy, which cannot be used here: install the extra "
+            "'cuda13' or 'cuda12', or use device='cpu'"
+        )
     from dynamemo.cuda_device import CudaDevice
 
     return CudaDevice(None if index < 0 else index)

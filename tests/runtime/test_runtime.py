@@ -165,6 +165,12 @@ class TestArguments:
         with pytest.raises(ValueError, match="device"), Runtime("1MiB", device=device):
             pass
 
+    def test_a_gpu_without_cupy(self):
+        if chainer.backends.cuda.available:
+            pytest.skip("CuPy is here")
+        with pytest.raises(DynamemoError, match="CuPy"), Runtime("1MiB", device="cuda"):
+            pass
+
     def test_nested_runtimes(self):
         before = seams()
         with Runtime(PLENTY, device="cpu"):
