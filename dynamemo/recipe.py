@@ -235,6 +235,7 @@ class _Planner:
         self._is_safe = is_safe
         self._steps: list[Step] = []
         self._number: dict[int, int] = {}
+        self._depth = 0
 
     def plan(self, producer: Producer) -> Recipe | None:
         function = producer.function()
@@ -285,7 +286,7 @@ class _Planner:
         function = node.creator_node
         if function is None or not rules.is_repeatable(function):
             return None
-        if function.outputs is None or self._depth_exceeded():
+        if function.outputs is None or self._depth >= MAX_STEPS:
             return None
         index = next((i for i, ref in enumerate(function.outputs) if ref() is node), None)
         if index is None:
@@ -293,11 +294,6 @@ class _Planner:
         if id(function) not in self._number and not self._descend(function):
             return None
         return FromStep(self._number[id(function)], index)
-
-    _depth = 0
-
-    def _depth_exceeded(self) -> bool:
-        return self._depth >= MAX_STEPS
 
     def _descend(self, function: Any) -> bool:
         self._depth += 1

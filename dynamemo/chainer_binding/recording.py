@@ -276,9 +276,9 @@ class Recording:
         return storage
 
     def _note_retained_outputs(self, function: Any, made: list[Any]) -> list[int]:
-        ids = []
         if not can_have_holes(function):
             return []
+        ids = []
         arrays = function.__dict__.get("_retained_output_data") or ()
         indexes = function._output_indexes_to_retain or ()
         for position, (index, array) in enumerate(zip(indexes, arrays, strict=True)):

@@ -360,13 +360,7 @@ class TestGradients:
     def test_a_gradient_that_is_away_is_in_a_copy_of_the_parameter(self):
         """Chainer's copy of a variable shares its arrays."""
         with Session(OFFLOAD, budget=20 * SIZE):
-            link = linear()
-            y = F.sum(link(source()))
-            link.cleargrads()
-            y.backward()
-            expected = link.W.grad.copy()
-            fill_up()
-            assert names_with_holes(link.W) == ["_grad"]
+            link, _loss, expected = link_whose_gradient_is_away()
             twin = copy.copy(link.W)
             assert twin.grad is not None
             assert (twin.grad == expected).all()
@@ -374,13 +368,7 @@ class TestGradients:
 
     def test_a_gradient_that_is_away_is_not_mixed_up_with_that_of_a_copy(self):
         with Session(OFFLOAD, budget=20 * SIZE):
-            link = linear()
-            y = F.sum(link(source()))
-            link.cleargrads()
-            y.backward()
-            expected = link.W.grad.copy()
-            fill_up()
-            assert names_with_holes(link.W) == ["_grad"]
+            link, y, expected = link_whose_gradient_is_away()
             twin = link.copy("share")
             z = F.sum(twin(source())) * 2
             twin.cleargrads()
@@ -390,6 +378,18 @@ class TestGradients:
             fill_up()
             assert (link.W.grad == expected).all()
             assert (twin.W.grad == expected_twin).all()
+
+
+def link_whose_gradient_is_away():
+    """Return a link, the loss it was differentiated from, and a copy of the gradient of its W."""
+    link = linear()
+    y = F.sum(link(source()))
+    link.cleargrads()
+    y.backward()
+    expected = link.W.grad.copy()
+    fill_up()
+    assert names_with_holes(link.W) == ["_grad"]
+    return link, y, expected
 
 
 def fill_up():

@@ -1,6 +1,5 @@
 """What a user meets: entering, leaving, errors, statistics, names."""
 
-import contextlib
 import os
 import pickle
 import threading
@@ -329,8 +328,3 @@ def test_using_pool_gives_the_allocator_alone():
         with pytest.raises(MemoryError):
             numpy.ones(700_000, numpy.uint8)
     assert array.sum() == 500_000
-
-
-@contextlib.contextmanager
-def _nothing():
-    yield
