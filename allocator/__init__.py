@@ -6,7 +6,7 @@ where a GPU is asked for.
 
 from dynamemo.allocator.arena import Arena, HostArena
 from dynamemo.allocator.block import Block, LateFree
-from dynamemo.allocator.copier import Copier, HostCopier
+from dynamemo.allocator.copier import DONE, Copier, CopyTime, HostCopier, Mark
 from dynamemo.allocator.errors import (
     AllocatorError,
     InternalError,
@@ -28,11 +28,13 @@ from dynamemo.allocator.using_pool import using_pool
 from dynamemo.allocator.window import HeapBlock
 
 __all__ = [
+    "DONE",
     "AllocatorError",
     "Arena",
     "Block",
     "BlockHeap",
     "Copier",
+    "CopyTime",
     "End",
     "FileTier",
     "HeapBlock",
@@ -41,6 +43,7 @@ __all__ = [
     "HostTier",
     "InternalError",
     "LateFree",
+    "Mark",
     "NestedUseError",
     "OutOfMemoryError",
     "Pool",

@@ -1,6 +1,9 @@
 """Describe what a pool gives out.
 
 Covers the block and what a finalizer may hand over instead of one. Does not place anything.
+
+1. A block object serves once: the next owner of its bytes gets another one, so that a late or
+   second free of it harms nobody.
 """
 
 from __future__ import annotations
@@ -10,48 +13,65 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from dynamemo.allocator.pool import Pool
 
-__all__ = ["Block", "CountedBlock", "LateFree"]
+__all__ = ["BLOCK_SLOTS", "Block", "CountedBlock", "LateFree", "PlainBlock"]
+
+#: What a class derived from `Block` has in its ``__slots__``.
+BLOCK_SLOTS = (
+    "address",
+    "block_bytes",
+    "owner",
+    "parking",
+    "pool",
+    "requested_bytes",
+    "stream",
+)
+_NONE: tuple[str, ...] = ()  # by a name, or mypy would not let the slots of derived classes be set
 
 
 class Block:
-    """A stretch of a pool's arena that somebody owns."""
+    """A stretch of a pool's arena that somebody owns.
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "block_bytes",
-        "handle",
-        "offset",
-        "owner",
-        "pool",
-        "requested_bytes",
-        "stream",
-    )
+    Derived classes have the slots, so that one may be a weak reference too; `Pool.place` fills
+    them.
+    """
 
-    def __init__(self, pool: Pool, requested_bytes: int, block_bytes: int, stream: int) -> None:
-        #: Address of the first byte.
-        self.address = 0
-        #: First byte, relative to the arena.
-        self.offset = 0
-        #: Bytes asked for.
-        self.requested_bytes = requested_bytes
-        #: Bytes taken, whole granules.
-        self.block_bytes = block_bytes
-        #: The pool it came from.
-        self.pool = pool
-        #: Handle of the stream that used it last; set it before freeing where that changed.
-        self.stream = stream
-        #: Free for the pool's user (the runtime notes its storage here).
-        self.owner: object = None
-        #: Kept alive as long as the block (the binding to a library notes its hook here).
-        self.handle: object = None
+    __slots__ = _NONE
+
+    #: Address of the first byte; 0 before it is placed.
+    address: int
+    #: Bytes asked for.
+    requested_bytes: int
+    #: Bytes taken, whole granules.
+    block_bytes: int
+    #: The pool it came from.
+    pool: Pool
+    #: Handle of the stream that used it last; set it before freeing where that changed.
+    stream: int
+    #: Free for the pool's user (the runtime notes its storage here).
+    owner: object
+    #: The pool's own: where its address goes when it is freed.
+    parking: dict[int, list[int]]
+
+    @property
+    def offset(self) -> int:
+        """First byte, relative to the arena."""
+        return self.address - self.pool.address
 
     def __repr__(self) -> str:
-        return f"<Block of {self.block_bytes:,} bytes at offset {self.offset:,}>"
+        return f"<Block of {self.block_bytes:,} bytes at {self.address:#x}>"
+
+
+class PlainBlock(Block):
+    """A block that is given back by calling `Pool.free` or `Pool.free_later`."""
+
+    __slots__ = BLOCK_SLOTS
 
 
 class LateFree(Protocol):
     """Something a finalizer hands over, to be freed at the pool's next operation."""
+
+    #: Where its memory begins; 0 where it has none any more.
+    address: int
 
     def release(self, pool: Pool) -> None:
         """Free it. Called with the pool locked; a second call does nothing."""

@@ -1,7 +1,7 @@
 """Let CuPy's arrays live in a pool on a GPU.
 
-Covers the GPU's arena, pool, copier and pinned slabs, and entering and leaving. The only module of
-the allocator that imports CuPy, so import it only where a GPU is asked for.
+Covers the GPU's arena and pool, and entering and leaving. With `cupy_copier` the only modules of
+the allocator that import CuPy, so import them only where a GPU is asked for.
 
 1. Each array has a memory object of its own with its true size, starting at its own base address:
    CuPy and Chainer rebuild pointers from it.
@@ -10,6 +10,7 @@ the allocator that imports CuPy, so import it only where a GPU is asked for.
 3. A block that one stream used is reused by another only behind an event. The host never waits,
    except where the stream is no more.
 4. On leaving, the allocator that was in force before is in force again, after an exception too.
+   Pools of several GPUs may be left in any order.
 """
 
 from __future__ import annotations
@@ -24,16 +25,13 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from dynamemo.allocator.block import Block
+from dynamemo.allocator.block import BLOCK_SLOTS, Block
 from dynamemo.allocator.errors import AllocatorError, OutOfMemoryError
 from dynamemo.allocator.pool import Pool
 
 __all__ = [
     "CudaArena",
-    "CudaCopier",
     "CudaPool",
-    "PinnedSlab",
-    "PinnedSlabs",
     "PoolMemory",
     "as_cupy_error",
     "current_gpu",
@@ -45,7 +43,6 @@ __all__ = [
     "using_device",
 ]
 
-_DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind
 _PER_THREAD_STREAM = 2  # handle of the default stream that each thread has for itself
 _LASTING_STREAMS = (0, 1)  # handles of the default stream, which is never destroyed
 
@@ -78,7 +75,7 @@ def using_device(number: int) -> AbstractContextManager[object]:
     return device
 
 
-# -- arena and slabs --
+# -- arena --
 
 
 class CudaArena:
@@ -107,67 +104,6 @@ class CudaArena:
     def close(self) -> None:
         """Return the memory to the GPU, which waits for its work. Nothing in it may be in use."""
         self._memory = None
-
-
-class PinnedSlab:
-    """Page-locked host memory for `HostTier`, released with the object.
-
-    Parameters
-    ----------
-    capacity_bytes : int
-        Length in bytes; pinning takes about a second per GiB.
-
-    Raises
-    ------
-    MemoryError
-        If the machine cannot pin so much.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        #: Length in bytes.
-        self.capacity_bytes = capacity_bytes
-        try:
-            self._memory = cupy.cuda.PinnedMemory(capacity_bytes)
-        except runtime.CUDARuntimeError as error:
-            raise MemoryError(f"cannot pin {capacity_bytes:,} bytes of host memory") from error
-        #: Address of the first byte.
-        self.address = int(self._memory.ptr)
-
-    def close(self) -> None:
-        """Unpin the memory and return it to the machine. Nothing in it may be in use."""
-        self._memory = None
-
-
-class PinnedSlabs:
-    """Makes pinned slabs for `HostTier`."""
-
-    def __call__(self, capacity_bytes: int) -> PinnedSlab:
-        """Return a slab; errors as `PinnedSlab`."""
-        return PinnedSlab(capacity_bytes)
-
-
-class CudaCopier:
-    """Copies on the current stream of the current GPU, and waits for that stream."""
-
-    @property
-    def is_host(self) -> bool:
-        """Always false."""
-        return False
-
-    def to_host(self, host_address: int, device_address: int, nbytes: int) -> None:
-        """Copy `nbytes` from the GPU to the host."""
-        self._copy(host_address, device_address, nbytes, _DEVICE_TO_HOST)
-
-    def to_device(self, device_address: int, host_address: int, nbytes: int) -> None:
-        """Copy `nbytes` from the host to the GPU."""
-        self._copy(device_address, host_address, nbytes, _HOST_TO_DEVICE)
-
-    def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
-        if not nbytes:
-            return
-        stream = cupy.cuda.get_current_stream().ptr
-        runtime.memcpyAsync(target, source, nbytes, kind, stream)
-        runtime.streamSynchronize(stream)
 
 
 def _take_from_device(capacity_bytes: int) -> Any:
@@ -231,6 +167,10 @@ class CudaPool(Pool):
         The limit, at most the arena's capacity (the default).
     """
 
+    __slots__ = ("_event", "_streams", "device_id")
+
+    _parked_share = 1.0  # a GPU's arena has all its pages: to touch them costs nothing
+
     def __init__(self, arena: CudaArena, *, budget_bytes: int | None = None) -> None:
         super().__init__(arena, budget_bytes=budget_bytes)
         #: Number of the GPU.
@@ -279,41 +219,33 @@ def new_pool(budget_bytes: int) -> CudaPool:
 class PoolMemory(cupy.cuda.BaseMemory):
     """The memory of one array; its block goes back to the pool when it dies, in whatever thread.
 
-    Parameters
-    ----------
-    block : Block
-        The memory; made over to this object.
-    device_id : int
-        Number of the GPU.
+    Made by `_allocator`, which sets what the base class has: `ptr`, the address of the first byte,
+    `size`, the array's true length in bytes, and `device_id`.
     """
 
     __slots__ = ("__weakref__", "block")
 
-    def __init__(self, block: Block, device_id: int) -> None:
-        #: Address of the first byte.
-        self.ptr = block.address  # type: ignore[misc]
-        #: True length of the array in bytes.
-        self.size = block.requested_bytes  # type: ignore[misc]
-        self.device_id = device_id  # type: ignore[misc]
-        #: The block in the pool.
-        self.block = block
-
-
-class _Watch(weakref.ref[PoolMemory]):
-    """Notices the death of an array's memory.
-
-    The block keeps it alive: a cycle, until the block is freed.
-    """
-
-    __slots__ = ("block",)
+    #: The block in the pool.
     block: Block
 
-    def release(self, pool: Pool) -> None:
-        """Free the block; a second call does nothing."""
-        block = self.block
-        block.handle = None
-        if pool.block_at(block.address) is block:
-            pool.free(block)
+
+class _WatchedBlock(Block, weakref.ref[PoolMemory]):
+    """A block that notices the death of the array's memory: it is a weak reference to that.
+
+    The pool's table of live blocks keeps it alive for that long. One object instead of two.
+    """
+
+    __slots__ = (*BLOCK_SLOTS, "eager_watch")
+
+    #: Set on leaving; see `_watch_eagerly`.
+    eager_watch: _EagerWatch | None
+
+
+class _EagerWatch(weakref.ref[PoolMemory]):
+    """Notices the death of an array's memory a second time; a cycle with the block until then."""
+
+    __slots__ = ("block",)
+    block: _WatchedBlock
 
 
 def root_block(array: Any) -> Block | None:
@@ -358,56 +290,92 @@ def using_cupy_pool(pool: Pool) -> Iterator[Pool]:
 
 
 @contextmanager
-def _in_force(allocate: Callable[[int], Any], former: Callable[[int], Any]) -> Iterator[None]:
+def _in_force(allocate: Any, former: Callable[[int], Any]) -> Iterator[None]:
     try:
         cupy.cuda.set_allocator(allocate)
     except ValueError:  # inside using_allocator, which is this thread's alone
-        with cupy.cuda.using_allocator(allocate):
-            yield
+        try:
+            with cupy.cuda.using_allocator(allocate):
+                yield
+        finally:
+            allocate.pass_on()
         return
     try:
         yield
     finally:
+        _leave(allocate)
+
+
+def _leave(allocate: Any) -> None:
+    """Take an allocator out of force, also from under those that came after it."""
+    allocate.pass_on()
+    with _leaving:
+        present: Any = cupy.cuda.get_allocator()
+        if present is not allocate and getattr(present, "is_left", True) is False:
+            return  # another GPU's pool came after this one, and passes by it from now on
+        former = allocate.former
+        while getattr(former, "is_left", False):
+            former = former.former
         cupy.cuda.set_allocator(former)
 
 
-def _allocator(pool: CudaPool, former: Callable[[int], Any]) -> Callable[[int], Any]:
-    device_id = pool.device_id
+_leaving = threading.Lock()
+
+
+def _allocator(pool: CudaPool, former: Callable[[int], Any]) -> Any:
+    own_id = device_id = pool.device_id
+    place, register = pool.place, pool.register_stream
     note_death = pool.late.append
     get_device, get_stream = runtime.getDevice, cupy.cuda.get_current_stream
-    new_pointer = cupy.cuda.MemoryPointer
+    new_memory, new_block, new_pointer = PoolMemory, _WatchedBlock, cupy.cuda.MemoryPointer
 
     def allocate(nbytes: int) -> Any:
         if get_device() != device_id:
             return former(nbytes)
-        stream = get_stream()
+        stream = get_stream(own_id)
         handle = stream.ptr
         if handle:
-            handle = pool.register_stream(stream)
-        block = pool.allocate(nbytes, stream=handle)
-        memory = PoolMemory(block, device_id)
-        watch = _Watch(memory, note_death)
-        watch.block = block
-        block.handle = watch
+            handle = register(stream)
+        memory = new_memory()
+        # From here on the memory's death frees the block, whatever happens.
+        block = new_block(memory, note_death)
+        block.address = 0
+        place(block, nbytes, None, handle)
+        memory.ptr = block.address
+        memory.size = nbytes
+        memory.device_id = own_id
+        memory.block = block
         return new_pointer(memory, 0)
 
-    return allocate
+    def pass_on() -> None:
+        nonlocal device_id
+        device_id = -1  # no GPU's: all requests go to the former allocator
+        chained.is_left = True
+        del chained.pass_on  # a cycle, which would keep the pool alive
+
+    chained: Any = allocate
+    chained.former, chained.pass_on, chained.is_left = former, pass_on, False
+    return chained
 
 
 def _watch_eagerly(pool: CudaPool) -> None:
     """Let the arrays still alive free their blocks at once: nobody may use the pool again."""
 
     def free_at_once(watch: Any) -> None:
-        pool_of_block = watch.block.pool
-        pool_of_block.free_later(watch)
+        block = watch.block
+        del watch.block  # no cycle is left
+        pool_of_block = block.pool
+        pool_of_block.free_later(block)
         pool_of_block.try_settle()
+        if pool_of_block.block_at(block.address) is not block:
+            # The block's own callback follows and leaves it to a pool that nobody may use again.
+            del block.pool
 
     for block in pool.blocks():
-        memory = block.handle() if isinstance(block.handle, _Watch) else None
-        if memory is not None:
-            watch = _Watch(memory, free_at_once)
+        if isinstance(block, _WatchedBlock) and (memory := block()) is not None:
+            watch = _EagerWatch(memory, free_at_once)
             watch.block = block
-            block.handle = watch
+            block.eager_watch = watch
 
 
 def _refuse_managed(allocator: Callable[[int], Any]) -> None:

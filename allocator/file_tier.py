@@ -1,36 +1,42 @@
-"""Keep values in a private spill file.
+"""Keep values in a private spill file, written and read beside the program's work.
 
-Covers the file, its extents and its failures. Values go straight between the file and memory on a
-host, and through one staging buffer from a GPU.
+Covers the extents, the limit, and the way of a value that the file can reach by itself: on a host,
+threads move it straight between the file and memory. From a GPU it goes through `spill_staging`.
+Does not cover the file (`spill_file`) nor the threads (`spill_jobs`).
 
-1. The file has no name: nobody else can open it, and it is gone with the process, however that
-   ends.
-2. A failed store leaves the tier as it was.
+1. `Ticket.written` is done when the file has the value: a block that waits for it is never given up
+   for a value that the disk refuses.
+2. A failed store keeps nothing but its ticket; a failed or interrupted load leaves the value as it
+   is, and nobody writes into its target any more.
 3. A forked child reads its parent's values and stores none: both would write to the same file.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from dynamemo.allocator.arena import Arena, HostArena
-from dynamemo.allocator.copier import Copier
+from dynamemo.allocator.copier import Copier, CopyTime, Mark
 from dynamemo.allocator.errors import SpillError
 from dynamemo.allocator.heap import BlockHeap
-from dynamemo.allocator.sizes import format_bytes
+from dynamemo.allocator.spill_extent import Extent
+from dynamemo.allocator.spill_file import SECTOR_BYTES, SpillFile
+from dynamemo.allocator.spill_jobs import Job, JobsMark, Workers, give_up
+from dynamemo.allocator.spill_staging import Staging
 from dynamemo.allocator.tier import Tier
 
 __all__ = ["FileTier"]
 
-_GRANULARITY_BYTES = 4096
 #: Offsets of a file without limit; no disk is that large.
 _UNLIMITED_BYTES = 1 << 46
-#: Most that one system call moves: Linux stops short of 2 GiB.
-_CHUNK_BYTES = 1 << 30
-_STAGING_BYTES = 16 << 20
+#: How much of the machine's memory the page cache may take for the file.
+_CACHED_SHARE = 0.25
+#: Buffers between a GPU and the file; 64 MiB with all of them in use.
+_BUFFERS = 16
 
 
 class FileTier(Tier):
@@ -44,6 +50,11 @@ class FileTier(Tier):
         Where the file lies; the system's temporary folder by default.
     limit_bytes : int, optional
         Most that the values may take, rounded to 4096 bytes each; no limit by default.
+    slabs : callable, optional
+        Makes the buffers between a GPU and the file, as `HostTier`'s; plain memory by default.
+    cached_bytes : int, optional
+        How much of the file goes through the page cache; what lies behind it is read and written
+        past the cache, where the file system can. A quarter of the machine's memory by default.
 
     Raises
     ------
@@ -56,15 +67,20 @@ class FileTier(Tier):
         copier: Copier,
         folder: str | os.PathLike[str] | None = None,
         limit_bytes: int | None = None,
+        *,
+        slabs: Callable[[int], Arena] = HostArena,
+        cached_bytes: int | None = None,
     ) -> None:
         super().__init__(limit_bytes)
         #: Folder of the spill file.
         self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
-        self._copier = copier
-        self._file = _open_unlinked(self.folder)
-        self._process = os.getpid()
-        self._staging: Arena | None = None
+        self._file = SpillFile(
+            self.folder, _cached_bytes() if cached_bytes is None else cached_bytes
+        )
+        self._workers = Workers()
         self._heap: BlockHeap | None = _new_heap(limit_bytes)
+        self._staging = None if copier.is_host else Staging(copier, self._workers, slabs, _BUFFERS)
+        self._way: _Way = self._staging or _Straight(self._workers)
 
     @property
     def used_bytes(self) -> int:
@@ -74,158 +90,135 @@ class FileTier(Tier):
     @property
     def held_bytes(self) -> int:
         """Bytes of disk the file takes now."""
-        if self._file < 0:
-            return 0
-        state = os.fstat(self._file)
-        return getattr(state, "st_blocks", state.st_size // 512) * 512
+        return self._file.held_bytes
+
+    def times(self) -> list[CopyTime]:
+        """Return what the file took for what was moved since the last call. Never waits."""
+        with self._lock:
+            return self._file.times()
 
     def trim(self) -> None:
-        """Cut off the end of the file that no value needs."""
+        """Cut off the end of the file that no value and no copy under way needs."""
         with self._lock:
-            if self._heap is not None and os.getpid() == self._process:
-                os.ftruncate(self._file, self._heap.capacity_bytes - self._heap.tail_free_bytes)
+            self._reap()
+            if self._heap is not None and self._workers.is_at_home:
+                self._file.cut(self._heap.capacity_bytes - self._heap.tail_free_bytes)
 
     def close(self) -> None:
-        """Close the file, which frees its disk space; the values are lost."""
+        """Let the threads end and close the file, which frees its disk space.
+
+        A copy that has not begun by now fails, and so does a load that nobody has waited for.
+        """
         with self._lock:
-            file, self._file, self._heap = self._file, -1, None
-            if file >= 0:
-                os.close(file)
+            self._workers.close()
             if self._staging is not None:
                 self._staging.close()
-                self._staging = None
+            self.finish()
+            self._file.close()
+            self._heap = None
 
-    def __del__(self) -> None:
-        file, self._file = getattr(self, "_file", -1), -1
-        if file >= 0:
-            os.close(file)
-
-    def _put(self, device_address: int, nbytes: int) -> int | None:
+    def _put(self, device_address: int, nbytes: int) -> tuple[Extent, Mark] | None:
         heap = self._heap
-        if heap is None or os.getpid() != self._process:
+        if heap is None or not self._workers.is_at_home:
             return None
-        heap.coalesce()  # so that the file grows only when it must
         offset = heap.allocate(nbytes)
         if offset is None:
             return None
+        extent = Extent(self._file, offset, nbytes)
         try:
-            self._write(offset, device_address, nbytes)
-        except OSError as error:
-            heap.free(offset)
-            raise self._failure("write", nbytes, error) from error
+            self._way.write(extent, device_address)
         except BaseException:
-            heap.free(offset)
+            self._give_up(extent)
             raise
-        return offset
+        self.waits = self._way.waits
+        return extent, JobsMark(extent.writing)
 
-    def _get(self, place: object, device_address: int, nbytes: int) -> None:
-        assert isinstance(place, int)
-        try:
-            self._read(place, device_address, nbytes)
-        except OSError as error:
-            raise self._failure("read", nbytes, error) from error
+    def _get(self, place: object, device_address: int, nbytes: int, *, after: Mark) -> Mark:
+        assert isinstance(place, Extent)
+        return self._way.read(place, device_address, after)
 
     def _drop(self, place: object) -> None:
-        assert isinstance(place, int)
+        assert isinstance(place, Extent)
         if self._heap is not None:  # not after close
-            self._heap.free(place)
+            self._heap.free(place.offset)
 
-    def _write(self, offset: int, device_address: int, nbytes: int) -> None:
-        if self._copier.is_host:
-            _write_all(self._file, offset, device_address, nbytes)
-            return
-        buffer = self._staging_buffer()
-        for start in range(0, nbytes, _STAGING_BYTES):
-            length = min(_STAGING_BYTES, nbytes - start)
-            self._copier.to_host(buffer.address, device_address + start, length)
-            _write_all(self._file, offset + start, buffer.address, length)
+    def _give_up(self, extent: Extent) -> None:
+        """Let nothing touch an extent, and the memory it comes from, any more."""
+        self._leaving.append((JobsMark(extent.writing), extent))
+        give_up(extent.writing)
+        self._reap()
 
-    def _read(self, offset: int, device_address: int, nbytes: int) -> None:
-        if self._copier.is_host:
-            _read_all(self._file, offset, device_address, nbytes)
-            return
-        buffer = self._staging_buffer()
-        for start in range(0, nbytes, _STAGING_BYTES):
-            length = min(_STAGING_BYTES, nbytes - start)
-            _read_all(self._file, offset + start, buffer.address, length)
-            self._copier.to_device(device_address + start, buffer.address, length)
 
-    def _staging_buffer(self) -> Arena:
-        if self._staging is None:
-            self._staging = HostArena(_STAGING_BYTES)
-        return self._staging
+class _Way(Protocol):
+    """How values come to the file and back."""
 
-    def _failure(self, what: str, nbytes: int, error: OSError) -> SpillError:
-        free_bytes = _free_bytes(self.folder)
-        free = format_bytes(free_bytes) if free_bytes >= 0 else "an unknown number of bytes"
-        return SpillError(
-            f"cannot {what} {nbytes:,} bytes in spill folder {self.folder!r} with {free} free: "
-            f"{error}; choose a folder with more room, or a smaller limit for the spill file",
-            folder=self.folder,
-            requested_bytes=nbytes,
-            free_bytes=free_bytes,
-        )
+    #: How often a store had to wait for memory on the way.
+    waits: int
+
+    def write(self, extent: Extent, device_address: int) -> None:
+        """Begin to write a value: each piece's `writing` tells the end."""
+
+    def read(self, extent: Extent, device_address: int, after: Mark) -> Mark:
+        """Begin to read a value; return the end, which is not before the mark's."""
+
+
+class _Straight:
+    """The way between the file and memory that it can reach."""
+
+    waits = 0
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def write(self, extent: Extent, device_address: int) -> None:
+        for piece in extent.pieces:
+            job = Job(partial(extent.write, piece, device_address + piece.start))
+            piece.writing = job
+            self._workers.submit(job)
+
+    def read(self, extent: Extent, device_address: int, after: Mark) -> Mark:
+        jobs = [
+            Job(partial(extent.read, piece, device_address + piece.start))
+            for piece in extent.pieces
+        ]
+        load = _Load(jobs, after)
+        try:
+            for job in jobs:
+                self._workers.submit(job)
+        except BaseException:
+            load.abandon()
+            raise
+        return load
+
+
+class _Load(JobsMark):
+    """The end of a value's way back."""
+
+    def wait(self) -> None:
+        """Let the host wait; interrupted, it sees to it that nobody writes into the target."""
+        try:
+            super().wait()
+        except SpillError:
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Touch the target no more."""
+        give_up(self._jobs)
 
 
 def _new_heap(limit_bytes: int | None) -> BlockHeap | None:
     capacity_bytes = _UNLIMITED_BYTES if limit_bytes is None else limit_bytes
-    if capacity_bytes < _GRANULARITY_BYTES:
+    if capacity_bytes < SECTOR_BYTES:
         return None
-    return BlockHeap(capacity_bytes, granularity_bytes=_GRANULARITY_BYTES)
+    return BlockHeap(capacity_bytes, granularity_bytes=SECTOR_BYTES)
 
 
-def _open_unlinked(folder: str) -> int:
+def _cached_bytes() -> int:
     try:
-        return _open_nameless(folder)
-    except OSError as error:
-        raise SpillError(
-            f"cannot make a spill file in folder {folder!r} ({error}); "
-            "choose a folder that exists and can be written to",
-            folder=folder,
-            free_bytes=_free_bytes(folder),
-        ) from error
-
-
-def _open_nameless(folder: str) -> int:
-    if hasattr(os, "O_TMPFILE"):
-        try:
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            # Not every file system can.
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-    file, path = tempfile.mkstemp(prefix="dynamemo-", suffix=".spill", dir=folder)
-    os.unlink(path)
-    return file
-
-
-def _write_all(file: int, offset: int, address: int, nbytes: int) -> None:
-    memory = _memory_at(address, nbytes)
-    done = 0
-    while done < nbytes:
-        written = os.pwrite(file, memory[done : done + _CHUNK_BYTES], offset + done)
-        if written == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        done += written
-
-
-def _read_all(file: int, offset: int, address: int, nbytes: int) -> None:
-    memory = _memory_at(address, nbytes)
-    done = 0
-    while done < nbytes:
-        count = os.preadv(file, [memory[done : done + _CHUNK_BYTES]], offset + done)
-        if count == 0:
-            raise OSError(errno.EIO, "the spill file is shorter than what was written to it")
-        done += count
-
-
-def _memory_at(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-def _free_bytes(folder: str) -> int:
-    try:
-        state = os.statvfs(folder)
-    except OSError:
-        return -1
-    return state.f_bavail * state.f_frsize
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return _UNLIMITED_BYTES
+    return int(_CACHED_SHARE * memory_bytes)

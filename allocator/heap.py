@@ -1,18 +1,15 @@
 """Place blocks in a linear space of offsets; no memory is touched.
 
-Covers best fit, address order, coalescing, the fast path and the search for the cheapest contiguous
-run. Does not cover addresses, budgets, locks or threads: the pool adds them.
+Covers best fit, address order, coalescing and the search for the cheapest contiguous run. Does not
+cover addresses, budgets, locks, threads, nor the fast path that does without a heap: the pool adds
+them.
 
 1. The blocks, live and free, tile the space without gap or overlap.
-2. After `coalesce`, no two neighbouring blocks are both free.
-3. `used_bytes` and `requested_bytes` are exact at every moment between calls.
+2. No two neighbouring blocks are both free.
+3. `used_bytes` is exact at every moment between calls.
 
-A freed block first goes to the list of its exact size, from which the next request of that size
-takes it: the steady state costs a dictionary lookup. Such *deferred* blocks join the
-address-ordered free space only when a request misses and the free space proper is no longer ample.
-
-*Source*: best fit with address order and deferred coalescing are as in Wilson et al., "Dynamic
-Storage Allocation: A Survey and Critical Review" (1995), sections 3.4 to 3.6; two ends as in their
+*Source*: best fit with address order and immediate coalescing are as in Wilson et al., "Dynamic
+Storage Allocation: A Survey and Critical Review" (1995), sections 3.4 and 3.5; two ends as in their
 "two-way" placement for long-lived objects.
 """
 
@@ -25,14 +22,13 @@ from enum import Enum
 from dynamemo.allocator.errors import InternalError
 from dynamemo.allocator.window import HeapBlock, cheapest_window
 
-__all__ = ["BlockHeap", "End"]
+__all__ = ["GRANULE_BYTES", "BlockHeap", "End"]
 
+#: Unit of placement where no other is given.
+GRANULE_BYTES = 512
 #: A free block's sort key is ``block_bytes << _SHIFT | offset``, so offsets stay below 256 TiB.
 _SHIFT = 48
 _OFFSET_MASK = (1 << _SHIFT) - 1
-#: More exact-size lists than this are merged at the next miss, so that sizes that never return do
-#: not pile up.
-_MAX_DEFERRED_SIZES = 4096
 
 
 class End(Enum):
@@ -61,22 +57,20 @@ class BlockHeap:
     """
 
     __slots__ = (
-        "_deferred",
-        "_deferred_high",
         "_free_at",
         "_free_end",
-        "_high",
+        "_high_mark",
         "_inverse",
         "_keys",
         "_live",
+        "_low_mark",
         "_mask",
         "capacity_bytes",
         "granularity_bytes",
-        "requested_bytes",
         "used_bytes",
     )
 
-    def __init__(self, capacity_bytes: int, *, granularity_bytes: int = 512) -> None:
+    def __init__(self, capacity_bytes: int, *, granularity_bytes: int = GRANULE_BYTES) -> None:
         if granularity_bytes < 1 or granularity_bytes & (granularity_bytes - 1):
             raise ValueError(f"granularity_bytes is {granularity_bytes}, not a power of two")
         capacity_bytes -= capacity_bytes % granularity_bytes
@@ -88,17 +82,14 @@ class BlockHeap:
         self.granularity_bytes = granularity_bytes
         #: Block bytes of live blocks.
         self.used_bytes = 0
-        #: Bytes asked for by live blocks, before rounding.
-        self.requested_bytes = 0
         self._mask = granularity_bytes - 1
         self._inverse = -granularity_bytes
-        self._live: dict[int, int] = {}  # offset -> requested bytes
-        self._high: set[int] = set()  # offsets of live blocks that were placed high
-        self._deferred: dict[int, list[int]] = {}  # block bytes -> offsets
-        self._deferred_high: dict[int, list[int]] = {}  # the same for blocks that were placed high
+        self._live: dict[int, int] = {}  # offset -> block bytes
         self._free_at: dict[int, int] = {0: capacity_bytes}  # offset -> block bytes
         self._free_end: dict[int, int] = {capacity_bytes: 0}  # end -> offset
         self._keys: list[int] = [capacity_bytes << _SHIFT]
+        # Between the marks no block has ever been.
+        self._low_mark, self._high_mark = 0, capacity_bytes
 
     def block_bytes_for(self, requested_bytes: int) -> int:
         """Return the length of the block that a request gets, in bytes."""
@@ -119,25 +110,25 @@ class BlockHeap:
         Returns
         -------
         int or None
-            The offset; None where no free run is long enough (nothing changed then, except that
-            free neighbours are now merged).
+            The offset; None where no free run is long enough (nothing changed then).
         """
-        block_bytes = (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
-        is_high = end is End.HIGH
-        offsets = (self._deferred_high if is_high else self._deferred).get(block_bytes)
-        if offsets and offsets[-1] >= floor:
-            offset = offsets.pop()
-        else:
-            placed = self._place(block_bytes, end, floor if is_high else 0)
-            if placed is None:
-                return None
-            offset = placed
-        if is_high:
-            self._high.add(offset)
-        self._live[offset] = requested_bytes
-        self.used_bytes += block_bytes
-        self.requested_bytes += requested_bytes
-        return offset
+        block_bytes = self.block_bytes_for(requested_bytes)
+        offset = self._find(block_bytes, end, floor)
+        return None if offset is None else self._take(offset, block_bytes, end)
+
+    def allocate_used(self, requested_bytes: int, *, end: End, floor: int = 0) -> int | None:
+        """Do as `allocate`, but only where blocks have been before; None otherwise.
+
+        Memory that was never touched takes no pages of a host.
+        """
+        block_bytes = self.block_bytes_for(requested_bytes)
+        offset = self._find(block_bytes, end, floor)
+        if offset is None:
+            return None
+        first = offset if end is End.LOW else offset + self._free_at[offset] - block_bytes
+        if first < self._high_mark and first + block_bytes > self._low_mark:
+            return None
+        return self._take(offset, block_bytes, end)
 
     def free(self, offset: int) -> None:
         """Give a block back.
@@ -147,29 +138,11 @@ class BlockHeap:
         InternalError
             If no live block starts at `offset`; nothing changed then.
         """
-        requested_bytes = self._live.pop(offset, None)
-        if requested_bytes is None:
+        block_bytes = self._live.pop(offset, None)
+        if block_bytes is None:
             raise InternalError(f"no live block at offset {offset}")
-        block_bytes = (requested_bytes + self._mask) & self._inverse or self.granularity_bytes
         self.used_bytes -= block_bytes
-        self.requested_bytes -= requested_bytes
-        deferred = self._deferred
-        if offset in self._high:
-            self._high.discard(offset)
-            deferred = self._deferred_high
-        offsets = deferred.get(block_bytes)
-        if offsets is None:
-            deferred[block_bytes] = [offset]
-        else:
-            offsets.append(offset)
-
-    def coalesce(self) -> None:
-        """Merge every deferred block with its free neighbours."""
-        for deferred in (self._deferred, self._deferred_high):
-            while deferred:
-                block_bytes, offsets = deferred.popitem()
-                for offset in offsets:
-                    self._merge(offset, block_bytes)
+        self._merge(offset, block_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -178,28 +151,25 @@ class BlockHeap:
 
     @property
     def largest_free_bytes(self) -> int:
-        """Longest free run in bytes; merges first."""
-        self.coalesce()
+        """Longest free run in bytes."""
         return self._keys[-1] >> _SHIFT if self._keys else 0
 
     @property
     def tail_free_bytes(self) -> int:
-        """Free run at the very end in bytes, which a larger space would lengthen; merges first."""
-        self.coalesce()
+        """Free run at the very end in bytes, which a larger space would lengthen."""
         return self.capacity_bytes - self._free_end.get(self.capacity_bytes, self.capacity_bytes)
 
     def block_bytes(self, offset: int) -> int:
         """Return the length of the live block at `offset`, in bytes."""
-        return self.block_bytes_for(self._live[offset])
+        return self._live[offset]
 
     def blocks(self) -> Iterator[HeapBlock]:
-        """Yield all blocks in address order; merges first."""
-        self.coalesce()
+        """Yield all blocks in address order."""
         free_at = self._free_at
         for offset in sorted([*self._live, *free_at]):
             block_bytes = free_at.get(offset)
             if block_bytes is None:
-                yield HeapBlock(offset, self.block_bytes(offset), False)
+                yield HeapBlock(offset, self._live[offset], False)
             else:
                 yield HeapBlock(offset, block_bytes, True)
 
@@ -234,23 +204,18 @@ class BlockHeap:
         Parameters
         ----------
         live : mapping of int to int
-            Requested bytes by offset: the truth.
+            Block bytes by offset: the truth.
         """
         self._live = dict(live)
-        self._high &= live.keys()
-        self._deferred, self._deferred_high = {}, {}
         self._free_at, self._free_end, self._keys = {}, {}, []
-        used_bytes = position = 0
-        for offset in sorted(self._live):
+        position = 0
+        for offset in sorted(live):
             if offset > position:
                 self._add_free(position, offset - position)
-            block_bytes = self.block_bytes(offset)
-            used_bytes += block_bytes
-            position = offset + block_bytes
+            position = offset + live[offset]
         if position < self.capacity_bytes:
             self._add_free(position, self.capacity_bytes - position)
-        self.used_bytes = used_bytes
-        self.requested_bytes = sum(self._live.values())
+        self.used_bytes = sum(live.values())
 
     def validate(self) -> None:
         """Check the invariants.
@@ -272,52 +237,45 @@ class BlockHeap:
             was_free = block.is_free
         if position != self.capacity_bytes:
             raise InternalError(f"blocks end at {position} of {self.capacity_bytes}")
-        if (used_bytes, sum(self._live.values())) != (self.used_bytes, self.requested_bytes):
+        if used_bytes != self.used_bytes:
             raise InternalError(f"{self.used_bytes} bytes accounted, {used_bytes} used")
         keys = sorted(size << _SHIFT | offset for offset, size in self._free_at.items())
         ends = {offset + size: offset for offset, size in self._free_at.items()}
         if keys != self._keys or ends != self._free_end:
             raise InternalError("the indexes of free blocks disagree")
 
-    def _place(self, block_bytes: int, end: End, floor: int) -> int | None:
-        if not self._is_ample():
-            self.coalesce()
+    def _find(self, block_bytes: int, end: End, floor: int) -> int | None:
+        """Return the offset of the free run to take from."""
         keys = self._keys
         position = bisect_left(keys, block_bytes << _SHIFT)
         if position == len(keys):
-            if not self._deferred and not self._deferred_high:
-                return None
-            self.coalesce()
-            return self._place(block_bytes, end, floor)
-        if end is End.HIGH:
-            # Not the best fit but the highest: what stays long must not end up between the rest.
-            position = max(range(position, len(keys)), key=lambda i: keys[i] & _OFFSET_MASK)
-            if (keys[position] & _OFFSET_MASK) + (keys[position] >> _SHIFT) - block_bytes < floor:
-                if not self._deferred and not self._deferred_high:
-                    return None
-                self.coalesce()
-                return self._place(block_bytes, end, floor)
-        return self._split(keys.pop(position), block_bytes, end)
+            return None
+        if end is End.LOW:
+            return keys[position] & _OFFSET_MASK
+        # Not the best fit but the highest: what stays long must not end up between the rest.
+        offset = max(key & _OFFSET_MASK for key in keys[position:])
+        return offset if offset + self._free_at[offset] - block_bytes >= floor else None
 
-    def _is_ample(self) -> bool:
-        # Cutting new blocks off a large free run keeps the exact-size lists intact for the next
-        # iteration.
+    def _take(self, offset: int, block_bytes: int, end: End) -> int:
+        """Cut a block off the free run at `offset`; return the block's offset."""
         keys = self._keys
-        if not keys or 4 * (keys[-1] >> _SHIFT) < self.capacity_bytes:
-            return False
-        return len(self._deferred) + len(self._deferred_high) <= _MAX_DEFERRED_SIZES
-
-    def _split(self, key: int, block_bytes: int, end: End) -> int:
-        offset = key & _OFFSET_MASK
         free_bytes = self._free_at.pop(offset)
         del self._free_end[offset + free_bytes]
+        del keys[bisect_left(keys, free_bytes << _SHIFT | offset)]
         left_bytes = free_bytes - block_bytes
-        if not left_bytes:
-            return offset
         if end is End.HIGH:
-            self._add_free(offset, left_bytes)
-            return offset + left_bytes
-        self._add_free(offset + block_bytes, left_bytes)
+            if left_bytes:
+                self._add_free(offset, left_bytes)
+            offset += left_bytes
+            if offset + block_bytes > self._low_mark:
+                self._high_mark = min(self._high_mark, max(offset, self._low_mark))
+        else:
+            if left_bytes:
+                self._add_free(offset + block_bytes, left_bytes)
+            if offset < self._high_mark:
+                self._low_mark = max(self._low_mark, min(offset + block_bytes, self._high_mark))
+        self._live[offset] = block_bytes
+        self.used_bytes += block_bytes
         return offset
 
     def _merge(self, offset: int, block_bytes: int) -> None:

@@ -5,29 +5,34 @@ interrupts and finalizers (`pool_core`), the libraries that use the memory (`num
 `cupy_memory`), nor where evicted values go (tiers).
 
 1. Blocks in use, reservations and small blocks outside the arena never exceed the budget.
-2. A request fails only when nothing more can be reclaimed; what was taken before stays valid.
+2. A request fails only when nothing more can be reclaimed (except old garbage, inside
+   `Pool.retrying`); what was taken before stays valid.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from dynamemo.allocator.arena import Arena
-from dynamemo.allocator.block import Block, CountedBlock
+from dynamemo.allocator.block import Block, CountedBlock, PlainBlock
 from dynamemo.allocator.errors import (
     AllocatorError,
     InternalError,
     OutOfMemoryError,
 )
-from dynamemo.allocator.heap import End
-from dynamemo.allocator.pool_core import PoolCore
+from dynamemo.allocator.heap import GRANULE_BYTES, End
+from dynamemo.allocator.pool_core import _TORN, PoolCore
 from dynamemo.allocator.pool_statistics import PoolStatistics
 from dynamemo.allocator.reclaimer import Reclaimer
 from dynamemo.allocator.window import extend_window
 
 __all__ = ["Pool"]
+
+_HIGH = End.HIGH
+_MASK, _INVERSE = GRANULE_BYTES - 1, -GRANULE_BYTES
 
 
 class Pool(PoolCore):
@@ -46,12 +51,26 @@ class Pool(PoolCore):
         If the budget is below one byte.
     """
 
+    __slots__ = (
+        "_asker",
+        "_outside_bytes",
+        "_reclaims",
+        "_reserved_bytes",
+        "budget_bytes",
+        "default_end",
+        "explain",
+        "last_error",
+        "reclaimer",
+        "small_block_bytes",
+    )
+
     def __init__(self, arena: Arena, *, budget_bytes: int | None = None) -> None:
         budget_bytes = arena.capacity_bytes if budget_bytes is None else budget_bytes
         if budget_bytes < 1:
             raise ValueError(f"the budget is {budget_bytes:,} bytes, must be at least 1")
         super().__init__(arena, budget_bytes)
         self._reclaims = self._reserved_bytes = self._outside_bytes = 0
+        self._asker = threading.local()
         #: The limit in bytes.
         self.budget_bytes = budget_bytes
         #: Where blocks go whose requester names no end.
@@ -92,23 +111,74 @@ class Pool(PoolCore):
             If the request does not fit, also after reclaiming and one garbage collection. Nothing
             changed then beyond what was reclaimed.
         """
-        block = Block(self, requested_bytes, self._block_bytes_for(requested_bytes), stream)
+        block = PlainBlock()
+        self.place(block, requested_bytes, end, stream)
+        return block
+
+    def place(self, block: Block, requested_bytes: int, end: End | None, stream: int) -> None:
+        """Give memory to a block object that has none; as `allocate`, which see."""
+        block.address = 0
+        block.pool = self
+        block.owner = None
+        block.stream = stream
+        block.requested_bytes = requested_bytes
+        block.block_bytes = block_bytes = (requested_bytes + _MASK) & _INVERSE or GRANULE_BYTES
         try:
+            if self.late:
+                self._park_freed()
+            if end is None:
+                end = _HIGH if requested_bytes < self.small_block_bytes else self.default_end
+            if end is _HIGH:
+                parked, lowest = self._parked_high, self._base + self.low_area_bytes
+            else:
+                parked, lowest = self._parked_low, 0
+            # A stretch, see `pool_core`: no call, and no object that the collector tracks.
+            used_bytes = self._used_bytes + block_bytes
+            if (
+                block_bytes in parked
+                and (addresses := parked[block_bytes])
+                and (address := addresses[-1]) >= lowest
+                and used_bytes <= self._heap_limit_bytes
+                and stream == self._last_stream
+                and not self._state
+                and not self.late
+            ):
+                try:
+                    del addresses[-1]
+                    self._blocks[address] = block
+                    block.parking = parked
+                    block.address = address
+                    self._used_bytes = used_bytes
+                    if used_bytes > self._peak_bytes:
+                        self._peak_bytes = used_bytes
+                    if used_bytes > self._meter_bytes:
+                        self._meter_bytes = used_bytes
+                except BaseException:
+                    self._state = _TORN
+                    raise
+                return
             with self._lock:
-                if end is None:
-                    is_small = requested_bytes < self.small_block_bytes
-                    end = End.HIGH if is_small else self.default_end
-                if not self._try_place(block, end):
-                    self._place_after_reclaim(block, end)
-                if stream != self._last_stream:
-                    self._order(self._last_stream, stream)
-                    self._last_stream = stream
-                return block
+                self._place_locked(block, end)
         except BaseException:
             if block.address:  # an interrupt, or a full stack, which is why nothing is called here
                 late = self.late
                 late += (block,)
             raise
+
+    @contextmanager
+    def retrying(self) -> Iterator[None]:
+        """Promise that what fails in here, in this thread, is tried again after more was freed.
+
+        A request then fails without a full garbage collection, which takes long (some 60 ms with
+        Chainer loaded) and seldom frees what the caller is about to free. They nest; the last try
+        must be made outside.
+        """
+        outer = getattr(self._asker, "is_retrying", False)
+        self._asker.is_retrying = True
+        try:
+            yield
+        finally:
+            self._asker.is_retrying = outer
 
     # -- bytes that live elsewhere --
 
@@ -121,7 +191,10 @@ class Pool(PoolCore):
             If they do not fit, also after reclaiming; nothing is reserved then.
         """
         with self._lock:
-            self._make_room(nbytes)
+            self._begin()
+            while self._used_bytes + nbytes > self._heap_limit_bytes:
+                self._make_room(nbytes)
+            # No call from here on, so that nobody takes the room.
             self._reserved_bytes += nbytes
             self._heap_limit_bytes -= nbytes
 
@@ -142,9 +215,8 @@ class Pool(PoolCore):
     def take_outside(self, item: CountedBlock, nbytes: int) -> None:
         """Count a small block that is allocated outside the arena; errors as `reserve`."""
         with self._lock:
-            if self.late:
-                self._drain()
-            if self._heap.used_bytes + nbytes > self._heap_limit_bytes:
+            self._begin()
+            while self._used_bytes + nbytes > self._heap_limit_bytes:
                 self._make_room(nbytes)
             # No call from here on: an interrupt finds all of it done, or nothing.
             item.counted_bytes = nbytes
@@ -179,13 +251,13 @@ class Pool(PoolCore):
     def current_bytes(self) -> int:
         """Block bytes in use in the arena."""
         self.settle()
-        return self._heap.used_bytes
+        return self._used_bytes
 
     @property
     def available_bytes(self) -> int:
         """Bytes that the budget still allows, in however many pieces."""
         self.settle()
-        return self._heap_limit_bytes - self._heap.used_bytes
+        return self._heap_limit_bytes - self._used_bytes
 
     @property
     def outside_bytes(self) -> int:
@@ -215,8 +287,8 @@ class Pool(PoolCore):
 
     def coalesce(self) -> None:
         """Merge free blocks now, so that the next ones are placed by best fit alone."""
-        with self._exclusive() as heap:
-            heap.coalesce()
+        with self._exclusive():
+            pass
 
     def largest_free_bytes(self) -> int:
         """Return the longest request that would fit now without reclaiming, in bytes."""
@@ -266,9 +338,9 @@ class Pool(PoolCore):
                 capacity_bytes=heap.capacity_bytes,
                 current_bytes=heap.used_bytes,
                 peak_bytes=self._peak_bytes,
-                total_bytes=self._total_bytes,
-                requested_bytes=heap.requested_bytes,
-                allocations=self._allocations,
+                total_bytes=self._freed_bytes + self._used_bytes,
+                requested_bytes=sum(b.requested_bytes for b in self._blocks.values()),
+                allocations=self._frees + len(self._blocks),
                 frees=self._frees,
                 live_blocks=len(self._blocks),
                 largest_free_bytes=largest_bytes,
@@ -280,36 +352,40 @@ class Pool(PoolCore):
 
     def start_meter(self) -> tuple[int, int]:
         """Begin to watch the highest use; give what this returns to `stop_meter`. They nest."""
-        outer_bytes, self._meter_bytes = self._meter_bytes, self._metered_bytes()
-        return outer_bytes, self._meter_bytes
+        self.settle()
+        moved_out_bytes = self._moved_out_bytes
+        outer_bytes = self._meter_bytes + moved_out_bytes
+        self._meter_bytes = self._used_bytes
+        return outer_bytes, self._used_bytes + moved_out_bytes
 
     def stop_meter(self, started: tuple[int, int]) -> int:
         """Return the bytes by which use was at most above the greater of then and now.
 
         As if nothing had been moved out or back meanwhile (`note_moved_out`).
         """
+        self.settle()
         outer_bytes, then_bytes = started
-        highest_bytes = self._meter_bytes
-        self._meter_bytes = max(outer_bytes, highest_bytes)
-        return max(0, highest_bytes - max(then_bytes, self._metered_bytes()))
+        moved_out_bytes = self._moved_out_bytes
+        highest_bytes = self._meter_bytes + moved_out_bytes
+        self._meter_bytes = max(outer_bytes, highest_bytes) - moved_out_bytes
+        return max(0, highest_bytes - max(then_bytes, self._used_bytes + moved_out_bytes))
 
     def note_moved_out(self, nbytes: int) -> None:
         """Tell that the reclaimer freed so many bytes, or brought them back (below 0)."""
         self._moved_out_bytes += nbytes
-
-    def _metered_bytes(self) -> int:
-        self.settle()
-        return self._heap.used_bytes + self._moved_out_bytes
+        self._meter_bytes -= nbytes
 
     def reset_peak(self) -> None:
         """Start the peak anew from the bytes in use now."""
-        with self._exclusive() as heap:
-            self._peak_bytes = heap.used_bytes
+        self.settle()
+        self._peak_bytes = self._used_bytes
 
     def validate(self) -> None:
         """Check the invariants; `InternalError` if one does not hold."""
         with self._exclusive() as heap:
             heap.validate()
+            if heap.used_bytes != self._used_bytes:
+                raise InternalError("the pool's account and the heap's disagree")
             live = {block.offset: block.block_bytes for block in self._blocks.values()}
             if live != {b.offset: b.block_bytes for b in heap.blocks() if not b.is_free}:
                 raise InternalError("the pool's blocks and the heap's disagree")
@@ -334,6 +410,13 @@ class Pool(PoolCore):
 
     # -- inside --
 
+    def _place_locked(self, block: Block, end: End) -> None:
+        self._begin()
+        if block.stream != self._last_stream:
+            self._switch_stream(block.stream)
+        if not self._try_place(block, end):
+            self._place_after_reclaim(block, end)
+
     def _place_after_reclaim(self, block: Block, end: End) -> None:
         def attempt() -> bool:
             return self._try_place(block, end)
@@ -350,10 +433,9 @@ class Pool(PoolCore):
 
     def _make_room(self, nbytes: int) -> None:
         def attempt() -> bool:
-            self._drain()
-            return self._heap.used_bytes + nbytes <= self._heap_limit_bytes
+            self._begin()
+            return self._used_bytes + nbytes <= self._heap_limit_bytes
 
-        self._refuse_nested()
         if not attempt() and not self._reclaim_until(attempt, nbytes):
             raise self._out_of_memory(nbytes, nbytes)
 
@@ -384,16 +466,23 @@ class Pool(PoolCore):
                 return True
             if self._frees == frees:  # it says yes and frees nothing: do not ask for ever
                 break
+        return self._collect_and_attempt(attempt)
+
+    def _collect_and_attempt(self, attempt: Callable[[], bool]) -> bool:
         if not gc.isenabled():
             return False
-        gc.collect()
-        self.settle()
-        return attempt()
+        is_retried = getattr(self._asker, "is_retrying", False)
+        for generation in (1,) if is_retried else (1, 2):  # most garbage is young, and soon found
+            gc.collect(generation)
+            self.settle()
+            if attempt():
+                return True
+        return False
 
     def _out_of_memory(self, requested_bytes: int, block_bytes: int) -> OutOfMemoryError:
-        heap = self._heap
-        largest_bytes = heap.largest_free_bytes
-        in_use_bytes = heap.used_bytes + self.budget_bytes - self._heap_limit_bytes
+        with self._exclusive() as heap:
+            largest_bytes = heap.largest_free_bytes
+        in_use_bytes = self._used_bytes + self.budget_bytes - self._heap_limit_bytes
         feasible_bytes = in_use_bytes + block_bytes
         if feasible_bytes <= self.budget_bytes:  # only the pieces are too short
             feasible_bytes = self.budget_bytes + block_bytes - largest_bytes

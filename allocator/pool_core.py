@@ -8,6 +8,24 @@ streams. Does not cover reclaim nor statistics: `pool` adds them.
    of live blocks is the truth, and the heap is made anew from it where an operation was torn.
 3. A finalizer takes no lock: it hands its block to `PoolCore.free_later`.
 4. A block goes from one stream to another only through `PoolCore._order`.
+5. A parked address is in one list, once; the heap counts it as live and no block has it.
+
+The steady state does without heap and lock: a freed block's address is *parked* in the list of its
+exact length, from which the next request of that length takes it. Both ends have lists of their
+own. Parked addresses go to the heap where a request would otherwise fail, or where it would take
+memory that was never used although much is parked.
+
+How it does without the lock: a *stretch* of code without a call (`PoolCore._park_freed`,
+`Pool.place`) checks that the pool is idle and moves one address between its list and the table. In
+CPython up to 3.13 another thread or a signal handler comes in only where a function is entered, a
+call returns or a loop begins anew, and a finalizer only there or where an object is made that the
+collector tracks: not in a stretch. (A trace function written in Python may, line by line: a
+debugger must not step through it while other threads allocate.) Everything longer takes the lock
+and marks the pool busy, which keeps stretches out. So between a look at the account and what
+follows from it there must be no call, or the pool must be busy.
+
+*Source*: exact-size lists with deferred coalescing are as in Wilson et al., "Dynamic Storage
+Allocation: A Survey and Critical Review" (1995), section 3.6.
 """
 
 from __future__ import annotations
@@ -31,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["PoolCore"]
 
 _IDLE, _BUSY, _TORN = 0, 1, 2
+#: So much may be parked before memory that was never used is spared; see also `_parked_share`.
+_PARKED_BYTES = 16 << 20
 
 
 class PoolCore:
@@ -44,19 +64,51 @@ class PoolCore:
         Most that the blocks may take at first.
     """
 
+    # More attributes than a class can lay out for quick access without (30 in CPython 3.11).
+    __slots__ = (
+        "__weakref__",
+        "_arena",
+        "_base",
+        "_blocks",
+        "_freed_bytes",
+        "_frees",
+        "_heap",
+        "_heap_limit_bytes",
+        "_is_reclaiming",
+        "_last_stream",
+        "_lock",
+        "_meter_bytes",
+        "_moved_out_bytes",
+        "_parked_high",
+        "_parked_low",
+        "_peak_bytes",
+        "_state",
+        "_used_bytes",
+        "collect_late",
+        "late",
+        "low_area_bytes",
+    )
+
+    #: Where more than this part of the memory in use or parked is parked, it is made free for all
+    #: lengths rather than touch memory that was never used, for which a host has yet to find pages.
+    _parked_share = 1 / 8
+
     def __init__(self, arena: Arena, heap_limit_bytes: int) -> None:
         self._arena = arena
         self._base = arena.address
         self._heap = BlockHeap(arena.capacity_bytes)
-        self._block_bytes_for = self._heap.block_bytes_for
         self._heap_limit_bytes = heap_limit_bytes  # the budget less what lives elsewhere
         self._lock = threading.RLock()
         self._state = _IDLE
         self._is_reclaiming = False
         self._blocks: dict[int, Block] = {}  # by address
+        self._used_bytes = 0  # of live blocks
+        self._parked_low: dict[int, list[int]] = {}  # block bytes -> addresses
+        self._parked_high: dict[int, list[int]] = {}  # the same for blocks that were placed high
         self._last_stream = 0
-        self._peak_bytes = self._total_bytes = self._allocations = self._frees = 0
-        self._meter_bytes = 0  # highest use since the innermost `start_meter`
+        self._peak_bytes = self._frees = self._freed_bytes = 0
+        # Highest use since the innermost `start_meter`, less `_moved_out_bytes`.
+        self._meter_bytes = 0
         self._moved_out_bytes = 0  # freed by the reclaimer, less what it brought back
         #: Bytes at the low end that blocks for the high end stay out of.
         self.low_area_bytes = 0
@@ -81,7 +133,10 @@ class PoolCore:
                     self.late.append(block)
                     return
                 self._mend()
-            self._release(block)
+            if self._blocks.get(block.address) is not block:
+                raise InternalError(f"{block!r} is not in use")
+            self.late.append(block)
+            self._drain()
 
     def free_later(self, item: Block | LateFree) -> None:
         """Give a block back at the pool's next operation.
@@ -95,7 +150,7 @@ class PoolCore:
         """Carry out the frees that finalizers have left."""
         if self.collect_late is not None:
             self.collect_late()
-        if self.late:
+        if self.late or self._state:
             with self._lock:
                 self._drain()
 
@@ -111,68 +166,125 @@ class PoolCore:
         """Let `to_stream` wait for what `from_stream` has been given so far; on a host: nothing."""
 
     def _try_place(self, block: Block, end: End) -> bool:
-        if self._state or self.late:
-            self._refuse_nested()
-            self._drain()
-        heap = self._heap
+        """Place a block, by way of the heap; False where it does not fit."""
+        self._begin()
+        used_bytes = self._used_bytes + block.block_bytes
+        if used_bytes > self._heap_limit_bytes:
+            return False
         self._state = _BUSY
         try:
-            offset = heap.allocate(block.requested_bytes, end=end, floor=self.low_area_bytes)
-            if offset is None:
+            address = self._find_place(block.block_bytes, end)
+            if address is None:
                 self._state = _IDLE
                 return False
-            used_bytes = heap.used_bytes
-            if used_bytes > self._heap_limit_bytes:
-                heap.free(offset)
-                self._state = _IDLE
-                return False
-            block.offset = offset
-            block.address = address = self._base + offset
+            block.parking = self._parked_high if end is End.HIGH else self._parked_low
+            block.address = address
             self._blocks[address] = block
+            self._used_bytes = used_bytes
         except BaseException:
             self._state = _TORN
             raise
         self._state = _IDLE
-        self._allocations += 1
-        self._total_bytes += block.block_bytes
         if used_bytes > self._peak_bytes:
             self._peak_bytes = used_bytes
-        used_bytes += self._moved_out_bytes
         if used_bytes > self._meter_bytes:
             self._meter_bytes = used_bytes
         return True
 
-    def _release(self, block: Block) -> None:
-        if self._blocks.get(block.address) is not block:
-            raise InternalError(f"{block!r} is not in use")
-        if block.stream != self._last_stream:
-            self._order(block.stream, self._last_stream)
-        self._state = _BUSY
-        try:
-            del self._blocks[block.address]
-            block.owner = None
-            self._heap.free(block.offset)
-        except BaseException:
-            self._state = _TORN
-            raise
-        self._state = _IDLE
-        self._frees += 1
+    def _find_place(self, block_bytes: int, end: End) -> int | None:
+        heap, base = self._heap, self._base
+        parked, floor = self._parked_low, 0
+        if end is End.HIGH:
+            parked, floor = self._parked_high, self.low_area_bytes
+        addresses = parked.get(block_bytes)
+        if addresses and addresses[-1] - base >= floor:
+            return addresses.pop()
+        offset = None
+        parked_bytes = heap.used_bytes - self._used_bytes
+        if parked_bytes:
+            is_much = parked_bytes > max(_PARKED_BYTES, heap.used_bytes * self._parked_share)
+            take = heap.allocate_used if is_much else heap.allocate
+            offset = take(block_bytes, end=end, floor=floor)
+            if offset is None:
+                self._unpark()
+        if offset is None:
+            offset = heap.allocate(block_bytes, end=end, floor=floor)
+        return None if offset is None else base + offset
+
+    def _unpark(self) -> None:
+        """Give all parked addresses to the heap. Only while the pool is marked busy."""
+        free, base = self._heap.free, self._base
+        for parked in (self._parked_low, self._parked_high):
+            while parked:
+                _, addresses = parked.popitem()
+                for address in addresses:
+                    free(address - base)
 
     def _drain(self) -> None:
         if self._state:
             if self._state == _BUSY:
                 return  # in a finalizer in the middle of our own work: the next operation does it
             self._mend()
-        late = self.late
+        late, blocks = self.late, self._blocks
+        # Whatever makes a call may run a finalizer, which may drain too: so look again after it.
         while late:
+            self._park_freed()
+            if not late:
+                break
             item = late[0]  # left in place until done, so that an interrupt loses nothing
-            if not isinstance(item, Block):
-                item.release(cast("Pool", self))
-            elif self._blocks.get(item.address) is item:
-                self._release(item)
-            # A nested drain may have taken it already.
-            if late and late[0] is item:
-                late.popleft()
+            if blocks.get(item.address) is not item:
+                if not isinstance(item, Block):
+                    item.release(cast("Pool", self))
+                if late and late[0] is item:
+                    del late[0]
+                continue
+            last_stream = self._last_stream
+            if item.stream != last_stream:
+                self._order(item.stream, last_stream)
+                item.stream = last_stream
+            if item.block_bytes not in item.parking:
+                item.parking[item.block_bytes] = []
+
+    def _park_freed(self) -> None:
+        """Carry out late frees up to the first that takes more than parking. Takes no lock."""
+        late, blocks = self.late, self._blocks
+        while late:
+            # No call from here on, up to the last, and no object that the collector tracks.
+            item = late[0]
+            address = item.address
+            if address not in blocks or blocks[address] is not item:
+                return
+            parked, block_bytes = item.parking, item.block_bytes
+            if self._state or item.stream != self._last_stream or block_bytes not in parked:
+                return
+            addresses = parked[block_bytes]
+            try:
+                owner, item.owner = item.owner, None
+                del blocks[address]
+                del late[0]
+                self._used_bytes -= block_bytes
+                self._freed_bytes += block_bytes
+                self._frees += 1
+                addresses.append(address)
+            except BaseException:
+                self._state = _TORN
+                raise
+            del owner  # here at the earliest: its death may run anything
+
+    def _switch_stream(self, stream: int) -> None:
+        """Make all that is free safe to use on another stream."""
+        self._state = _BUSY  # what is parked meanwhile would be safe on neither
+        try:
+            self._order(self._last_stream, stream)
+            self._last_stream = stream
+        finally:
+            self._state = _IDLE
+
+    def _begin(self) -> None:
+        """Carry out late frees, so that the account is right; refuse where it cannot be."""
+        if self._state or self.late:
+            self._refuse_nested()
+            self._drain()
 
     def _refuse_nested(self) -> None:
         if self._state == _BUSY:
@@ -182,12 +294,21 @@ class PoolCore:
             )
 
     def _mend(self) -> None:
-        self._heap.rebuild({b.offset: b.requested_bytes for b in self._blocks.values()})
+        self._state = _BUSY
+        try:
+            self._parked_low.clear()
+            self._parked_high.clear()
+            live = {b.address - self._base: b.block_bytes for b in self._blocks.values()}
+            self._heap.rebuild(live)
+            self._used_bytes = sum(live.values())
+        except BaseException:
+            self._state = _TORN
+            raise
         self._state = _IDLE
 
     @contextmanager
     def _exclusive(self) -> Iterator[BlockHeap]:
-        """Lock the pool, carry out late frees, and mark the heap busy."""
+        """Lock the pool, carry out late frees, mark the heap busy, and give it what is parked."""
         if self.collect_late is not None:
             self.collect_late()
         with self._lock:
@@ -195,6 +316,7 @@ class PoolCore:
             self._drain()
             self._state = _BUSY
             try:
+                self._unpark()
                 yield self._heap
             except (AllocatorError, ValueError):
                 self._state = _IDLE

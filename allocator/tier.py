@@ -3,18 +3,25 @@
 Covers the contract, tickets and accounting that all tiers share. Does not decide what is kept
 where.
 
-1. `Tier.store` either keeps all of a value or leaves the tier as it was.
+Copies run beside the device's work: `Tier.store` and `Tier.load` begin them and return, and a
+`Mark` tells when they have ended.
+
+1. `Tier.store` either takes all of a value or leaves the tier as it was.
 2. A stored value reads back equal, any number of times, until its ticket is discarded.
 3. `Tier.used_bytes` never exceeds `Tier.limit_bytes`.
+4. A place is given to another value only when the last copy that touches it has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from dataclasses import dataclass
 
-from dynamemo.allocator.errors import InternalError
+from dynamemo.allocator.copier import CopyTime, Mark
+from dynamemo.allocator.errors import InternalError, SpillError
 
 __all__ = ["Ticket", "Tier", "TierStatistics"]
 
@@ -22,15 +29,19 @@ __all__ = ["Ticket", "Tier", "TierStatistics"]
 class Ticket:
     """Claim on a value that a tier keeps."""
 
-    __slots__ = ("nbytes", "place", "tier")
+    __slots__ = ("last", "nbytes", "place", "tier", "written")
 
-    def __init__(self, tier: Tier, nbytes: int, place: object) -> None:
+    def __init__(self, tier: Tier, nbytes: int, place: object, written: Mark) -> None:
         #: The tier that keeps the value; None once discarded.
         self.tier: Tier | None = tier
         #: Length of the value.
         self.nbytes = nbytes
         #: The tier's own note of where it is.
         self.place = place
+        #: The end of the copy out.
+        self.written = written
+        #: The end of the newest copy that touches the place.
+        self.last = written
 
     def __repr__(self) -> str:
         return f"<Ticket for {self.nbytes:,} bytes in {type(self.tier).__name__}>"
@@ -72,16 +83,21 @@ class Tier(ABC):
         self.limit_bytes = limit_bytes
         #: Highest `used_bytes` so far.
         self.peak_bytes = 0
+        #: How often a store had to wait until the machine gave memory.
+        self.waits = 0
         self._lock = threading.RLock()
         self._tickets = self._stored_bytes = self._loaded_bytes = 0
+        #: Places given up while a copy still touches them.
+        self._leaving: deque[tuple[Mark, object]] = deque()
 
     def store(self, device_address: int, nbytes: int) -> Ticket | None:
-        """Keep a copy of a value.
+        """Begin to copy a value out.
 
         Parameters
         ----------
         device_address : int
-            Where the value lies; it may be overwritten as soon as the call returns.
+            Where the value lies. It may be overwritten when `Ticket.written` is done, or by work
+            that is held behind it.
         nbytes : int
             Its length, at least 0.
 
@@ -93,39 +109,75 @@ class Tier(ABC):
         Raises
         ------
         SpillError
-            If the medium fails; the tier is unchanged then.
+            If the medium fails at once; the tier is unchanged then. Where it fails later,
+            `Ticket.written` raises it, and the ticket is good for nothing but `discard`.
         """
         with self._lock:
-            place = self._put(device_address, nbytes)
-            if place is None:
+            self._reap()
+            begun = self._put(device_address, nbytes)
+            if begun is None and self._leaving:
+                self._reap(wait=True)
+                begun = self._put(device_address, nbytes)
+            if begun is None:
                 return None
+            place, written = begun
             self._tickets += 1
             self._stored_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            return Ticket(self, nbytes, place)
+            return Ticket(self, nbytes, place, written)
 
-    def load(self, ticket: Ticket, device_address: int) -> None:
-        """Copy a value back to the device; the ticket stays valid.
+    def load(self, ticket: Ticket, device_address: int) -> Mark:
+        """Begin to copy a value back to the device, behind its copy out; the ticket stays valid.
+
+        Returns
+        -------
+        Mark
+            The end of the copy: the bytes at the address are undefined before. It raises
+            `SpillError` where the medium fails.
 
         Raises
         ------
         InternalError
             If the ticket is not this tier's or is discarded.
-        SpillError
-            If the medium fails; the bytes at the address are undefined then.
         """
         with self._lock:
             self._check(ticket)
-            self._get(ticket.place, device_address, ticket.nbytes)
+            ticket.last = self._get(ticket.place, device_address, ticket.nbytes, after=ticket.last)
             self._loaded_bytes += ticket.nbytes
+            return ticket.last
 
     def discard(self, ticket: Ticket) -> None:
-        """Forget a value; `InternalError` if the ticket is not this tier's or is discarded."""
+        """Forget a value; `InternalError` if the ticket is not this tier's or is discarded.
+
+        Copies under way end by themselves; the place is free when they have.
+        """
         with self._lock:
             self._check(ticket)
             ticket.tier = None
-            self._drop(ticket.place)
             self._tickets -= 1
+            if ticket.last.is_done:
+                self._drop(ticket.place)
+            else:
+                self._leaving.append((ticket.last, ticket.place))
+
+    def finish(self) -> None:
+        """Let the host wait until no copy touches a place that was given up."""
+        with self._lock:
+            self._reap(wait=True)
+
+    def times(self) -> list[CopyTime]:
+        """Return what copies took that ended since the last call, as far as known. Never waits."""
+        return []
+
+    def _reap(self, *, wait: bool = False) -> None:
+        """Free the places given up whose copies have ended."""
+        leaving = self._leaving
+        while leaving and (wait or leaving[0][0].is_done):
+            mark, place = leaving[0]
+            with contextlib.suppress(SpillError):  # nobody wants the value any more
+                mark.wait()
+            leaving.popleft()
+            self._drop(place)
 
     def statistics(self) -> TierStatistics:
         """Return what the tier holds now."""
@@ -160,12 +212,12 @@ class Tier(ABC):
         """Return everything to the machine; the values are lost. May be called twice."""
 
     @abstractmethod
-    def _put(self, device_address: int, nbytes: int) -> object | None:
-        """Keep a value; return its place, or None where the tier is full."""
+    def _put(self, device_address: int, nbytes: int) -> tuple[object, Mark] | None:
+        """Begin to keep a value; return its place and the end of the copy, None where full."""
 
     @abstractmethod
-    def _get(self, place: object, device_address: int, nbytes: int) -> None:
-        """Copy the value at a place back."""
+    def _get(self, place: object, device_address: int, nbytes: int, *, after: Mark) -> Mark:
+        """Begin to copy the value at a place back, behind the mark; return the end."""
 
     @abstractmethod
     def _drop(self, place: object) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dynamemo.allocator.copier import CopyTime, Mark
 from dynamemo.allocator.errors import InternalError
 from dynamemo.allocator.tier import Ticket, Tier, TierStatistics
 
@@ -27,7 +28,7 @@ class TierStack:
         self.tiers = tuple(tiers)
 
     def store(self, device_address: int, nbytes: int) -> Ticket | None:
-        """Keep a copy of a value in the first tier that takes it; None where all are full.
+        """Begin to copy a value into the first tier that takes it; None where all are full.
 
         Raises
         ------
@@ -40,9 +41,9 @@ class TierStack:
                 return ticket
         return None
 
-    def load(self, ticket: Ticket, device_address: int) -> None:
-        """Copy a value back to the device; the ticket stays valid. Errors as `Tier.load`."""
-        _tier_of(ticket).load(ticket, device_address)
+    def load(self, ticket: Ticket, device_address: int) -> Mark:
+        """Begin to copy a value back to the device; the ticket stays valid. As `Tier.load`."""
+        return _tier_of(ticket).load(ticket, device_address)
 
     def discard(self, ticket: Ticket) -> None:
         """Forget a value. Errors as `Tier.discard`."""
@@ -56,6 +57,15 @@ class TierStack:
     def statistics(self) -> tuple[TierStatistics, ...]:
         """Return what each tier holds now."""
         return tuple(tier.statistics() for tier in self.tiers)
+
+    def times(self) -> list[CopyTime]:
+        """Return what copies to and from the first tier took. Never waits."""
+        return self.tiers[0].times() if self.tiers else []
+
+    def finish(self) -> None:
+        """Let the host wait until no copy touches a place that was given up."""
+        for tier in self.tiers:
+            tier.finish()
 
     def trim(self) -> None:
         """Return to the machine what no value needs."""

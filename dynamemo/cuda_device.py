@@ -9,15 +9,9 @@ from typing import Any
 
 import cupy
 
-from dynamemo.allocator import Block, Copier, HostTier, Pool, Tier
-from dynamemo.allocator.cupy_memory import (
-    CudaArena,
-    CudaCopier,
-    CudaPool,
-    PinnedSlabs,
-    PoolMemory,
-    using_cupy_pool,
-)
+from dynamemo.allocator import Block, Copier, FileTier, HostTier, Pool, Tier
+from dynamemo.allocator.cupy_copier import CudaCopier, PinnedSlabs
+from dynamemo.allocator.cupy_memory import CudaArena, CudaPool, PoolMemory, using_cupy_pool
 from dynamemo.device import Timer, members_if_counted
 from dynamemo.errors import DynamemoError
 from dynamemo.storage import Array, View
@@ -67,6 +61,8 @@ class CudaDevice:
         Where there is no such device.
     """
 
+    has_host_tier = True
+
     def __init__(self, index: int | None = None) -> None:
         count = device_count()
         if count == 0 or (index is not None and not 0 <= index < count):
@@ -76,7 +72,9 @@ class CudaDevice:
             )
         self._index = cupy.cuda.runtime.getDevice() if index is None else index
         self.name = f"cuda:{self._index}"
-        self.copier: Copier = CudaCopier()
+        with cupy.cuda.Device(self._index):
+            self._copier = CudaCopier()
+        self.copier: Copier = self._copier
         self._side_bytes = 0
 
     def free_bytes(self) -> int:
@@ -110,7 +108,21 @@ class CudaDevice:
         """Return the tier of pinned host memory, within what is set aside for pinning it."""
         limit_bytes = min(limit_bytes, self._side_bytes * _PINNED_PER_SIDE_BYTE)
         slab_bytes = max(1 << 20, min(64 << 20, limit_bytes // 8))
-        return HostTier(self.copier, limit_bytes, slabs=PinnedSlabs(), slab_bytes=slab_bytes)
+        with cupy.cuda.Device(self._index):
+            slabs = PinnedSlabs()
+        return HostTier(
+            self.copier,
+            limit_bytes,
+            slabs=slabs,
+            slab_bytes=slab_bytes,
+            ahead_bytes=slab_bytes,
+        )
+
+    def make_file_tier(self, folder: str | None, limit_bytes: int | None) -> Tier:
+        """Return a tier behind the host's memory, through pinned buffers."""
+        with cupy.cuda.Device(self._index):
+            slabs = PinnedSlabs()
+        return FileTier(self.copier, folder, limit_bytes, slabs=slabs)
 
     def using_pool(
         self, pool: Pool, *, small_bytes: int | None
@@ -126,6 +138,10 @@ class CudaDevice:
         """Return the pool block under an array, None where the memory is not from a pool."""
         memory = array.data.mem
         return memory.block if type(memory) is PoolMemory else None
+
+    def is_ordered(self, block: Block) -> bool:
+        """Tell whether the block's stream is one that copies wait for."""
+        return block.stream in self._copier.compute_streams()
 
     def view_of(self, array: Array, block: Block) -> View:
         """Return how the array lies in its block."""

@@ -18,6 +18,7 @@ import numpy
 from dynamemo.allocator import (
     Block,
     Copier,
+    FileTier,
     HostArena,
     HostCopier,
     HostTier,
@@ -43,6 +44,8 @@ class Device(Protocol):
     #: "cpu" or "cuda:0".
     name: str
     copier: Copier
+    #: Whether evicted values go to host memory first: not where arrays are in it already.
+    has_host_tier: bool
 
     def free_bytes(self) -> int:
         """Return the bytes that can still be taken from the device."""
@@ -54,6 +57,10 @@ class Device(Protocol):
 
     def make_host_tier(self, limit_bytes: int) -> Tier:
         """Return the tier of host memory, of at most that many bytes."""
+        ...
+
+    def make_file_tier(self, folder: str | None, limit_bytes: int | None) -> Tier:
+        """Return the tier of a private file in the folder."""
         ...
 
     def using_pool(
@@ -68,6 +75,10 @@ class Device(Protocol):
 
     def block_of(self, array: Array) -> Block | None:
         """Return the pool block under an array, None where the memory is not from a pool."""
+        ...
+
+    def is_ordered(self, block: Block) -> bool:
+        """Tell whether the copier's copies are ordered with the work that uses the block."""
         ...
 
     def view_of(self, array: Array, block: Block) -> View:
@@ -136,6 +147,7 @@ class HostDevice:
     """The CPU: NumPy arrays in the process's memory."""
 
     name = "cpu"
+    has_host_tier = False
 
     def __init__(self) -> None:
         self.copier: Copier = HostCopier()
@@ -152,6 +164,10 @@ class HostDevice:
         """Return a tier in the same memory; the runtime gives the CPU a file instead."""
         return HostTier(self.copier, limit_bytes)
 
+    def make_file_tier(self, folder: str | None, limit_bytes: int | None) -> Tier:
+        """Return a tier that threads write from, and read into, the arrays' own memory."""
+        return FileTier(self.copier, folder, limit_bytes)
+
     def using_pool(
         self, pool: Pool, *, small_bytes: int | None
     ) -> contextlib.AbstractContextManager[Any]:
@@ -167,6 +183,10 @@ class HostDevice:
     def block_of(self, array: Array) -> Block | None:
         """Return the pool block under an array, None where the memory is not from a pool."""
         return root_array(array)[1]
+
+    def is_ordered(self, block: Block) -> bool:
+        """Return True: the host does one thing after the other."""
+        return True
 
     def view_of(self, array: Array, block: Block) -> View:
         """Return how the array lies in its block."""

@@ -15,6 +15,7 @@ Invariants kept here:
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import weakref
@@ -40,10 +41,19 @@ def _is_peeking() -> bool:
     return caller is not None and caller.f_code in PEEKERS
 
 
+#: Lazy class -> the class that it stands for.
+_behind: dict[type, type] = {}
+
+
 def original_class(obj: object) -> type:
     """Return the class of an object as its owner knows it, with or without holes."""
     cls = type(obj)
-    return cls.__mro__[1] if "_dynamemo_lazy" in cls.__dict__ else cls
+    return _behind.get(cls, cls)
+
+
+def class_behind(cls: type) -> type:
+    """Return the class that a lazy class stands for; another class itself."""
+    return _behind.get(cls, cls)
 
 
 @functools.cache
@@ -60,7 +70,6 @@ def _lazy_class(cls: type) -> type:
         "__doc__": cls.__doc__,
         "__slots__": (),
         "__reduce_ex__": reduce_whole,
-        "_dynamemo_lazy": True,
     }
     for name in ("__copy__", "__deepcopy__"):
         if hasattr(cls, name):
@@ -69,6 +78,7 @@ def _lazy_class(cls: type) -> type:
     # (`__init_subclass__`, a metaclass that registers them) are not told of this one.
     lazy = type.__new__(type(cls), cls.__name__, (_Beside,), namespace)
     lazy.__bases__ = (cls,)
+    _behind[lazy] = cls
     return lazy
 
 
@@ -142,6 +152,18 @@ def _discard(obj: Any, name: str) -> Any:
         del obj.__dict__[_HOLES]
         obj.__class__ = original_class(obj)
     return template
+
+
+def has_holes(obj: object) -> bool:
+    """Tell whether some attribute of the object is away, wholly or in part."""
+    return type(obj) in _behind
+
+
+def data_of(node: Any) -> Array | None:
+    """Return the array that a graph node retains, None where it retains none or it is away."""
+    if type(node) in _behind:
+        return node.__dict__.get("_data")
+    return node._data  # without making the node a dictionary
 
 
 def names_with_holes(obj: object) -> list[str]:
@@ -259,18 +281,22 @@ def _filled(template: Any, storage: Storage, arrays: list[Array]) -> Any:
 
 def can_have_holes(obj: object) -> bool:
     """Tell whether arrays that are attributes of the object can be evicted."""
-    return hasattr(obj, "__dict__") and _can_be_lazy(original_class(obj))
+    cls: Any = type(obj)
+    return _can_be_lazy(cls)
 
 
 @functools.cache
 def _can_be_lazy(cls: type) -> bool:
-    if not hasattr(cls, "__weakref__"):
+    if not hasattr(cls, "__weakref__") or not hasattr(cls, "__dict__"):
         return False
     try:
-        _lazy_class(cls)
+        _lazy_class(class_behind(cls))
     except TypeError:
         return False  # another layout in memory, or a class that nothing may derive from
     return True
+
+
+_item_of = list.__getitem__
 
 
 class VariableBox(list[Any]):
@@ -300,9 +326,16 @@ class VariableBox(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         if self.hole is not None:
             self.hole.restore()
-        if self.subject is not None and not _reader_is_benign(sys._getframe(1)):
-            self.on_outside_access(self.subject)
-        return super().__getitem__(index)
+        if self.subject is not None:
+            frame = sys._getframe(1)
+            reader = _known_reader(id(frame.f_code))
+            if reader is _ACCESSOR and frame.f_back is not None:
+                # Nearly always this is Chainer itself, by way of one accessor.
+                reader = _known_reader(id(frame.f_back.f_code))
+            is_known = reader is _BENIGN or reader is _LOOKING
+            if not is_known and not _reader_is_benign(frame):
+                self.on_outside_access(self.subject)
+        return _item_of(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.hole = None
@@ -314,7 +347,7 @@ class VariableBox(list[Any]):
 
     def peek(self) -> Array | None:
         """Return the array without restoring and without telling anybody."""
-        return super().__getitem__(0)
+        return _item_of(self, 0)
 
     def put(self, array: Array) -> None:
         """Set the array without forgetting the subject."""
@@ -324,7 +357,7 @@ class VariableBox(list[Any]):
 #: Module of the accessors on the way from a reader to the list.
 _ACCESSORS = "chainer.variable"
 #: Methods and properties of Variable that look at the array and neither hand it out nor write.
-_LOOKING = frozenset(
+_LOOKERS = frozenset(
     {
         "__len__",
         "__repr__",
@@ -351,27 +384,63 @@ _LOOKING = frozenset(
     }
 )
 #: Methods of Link that look at arrays of parameters and do not hand them out.
-_LOOKING_LINK = frozenset(
+_LINK_LOOKERS = frozenset(
     {"cleargrads", "count_params", "namedparams", "params", "zerograds", "<genexpr>"}
 )
 #: Chainer's own modules that hand arrays to the user or write into them.
 _WRITERS = ("chainer.serializer", "chainer.link", "chainer.testing", "chainer.datasets")
 
 
+class _Reader(enum.Enum):
+    """What a frame on the way to an array is."""
+
+    #: Hands the array on to its caller.
+    ACCESSOR = enum.auto()
+    #: Looks at the array and never shows it to its caller.
+    LOOKING = enum.auto()
+    BENIGN = enum.auto()
+    #: May write into it.
+    OUTSIDE = enum.auto()
+
+
+#: What the code objects of Chainer and of dynamemo are, by identity; `_known_codes` keeps them
+#: alive. Nobody else's: a code of the user's must not be kept alive from here.
+_known_readers: dict[int, _Reader] = {}
+_known_codes: list[CodeType] = []
+_known_reader = _known_readers.get
+_ACCESSOR, _LOOKING, _BENIGN = _Reader.ACCESSOR, _Reader.LOOKING, _Reader.BENIGN
+_MOST_KNOWN = 10_000
+
+
 def _reader_is_benign(frame: Any) -> bool:
-    accessor = ""
-    while frame is not None and frame.f_globals.get("__name__") == _ACCESSORS:
-        accessor = frame.f_code.co_name
+    while frame is not None:
+        reader = _known_reader(id(frame.f_code)) or _classify(frame)
+        if reader is not _ACCESSOR:
+            return reader is _BENIGN or reader is _LOOKING
         frame = frame.f_back
-    if accessor in _LOOKING:
-        return True
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
-    if not name.startswith(("chainer.", "dynamemo.")):
-        return False
+    return False
+
+
+def _classify(frame: Any) -> _Reader:
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    if not module.startswith(("chainer.", "dynamemo.")):
+        return _Reader.OUTSIDE
+    reader = _classify_inside(code.co_name, module)
+    if len(_known_codes) < _MOST_KNOWN:
+        _known_codes.append(code)
+        _known_readers[id(code)] = reader
+    return reader
+
+
+def _classify_inside(name: str, module: str) -> _Reader:
+    if module == _ACCESSORS:
+        return _LOOKING if name in _LOOKERS else _ACCESSOR
     # `chainer.link` defines Link (copyparams, serialize); `chainer.links` are layers.
-    if name == "chainer.link" and frame is not None:
-        return frame.f_code.co_name in _LOOKING_LINK
-    return not name.startswith(_WRITERS) or name.startswith("chainer.links.")
+    if module == "chainer.link":
+        is_benign = name in _LINK_LOOKERS
+    else:
+        is_benign = not module.startswith(_WRITERS) or module.startswith("chainer.links.")
+    return _BENIGN if is_benign else _Reader.OUTSIDE
 
 
 class VariableSlot:

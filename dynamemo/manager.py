@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
-from dynamemo.allocator import Block, OutOfMemoryError, Pool, SpillError, Ticket, TierStack
-from dynamemo.counters import Counters
+from dynamemo.allocator import Block, OutOfMemoryError, Pool, TierStack
 from dynamemo.device import Device
-from dynamemo.errors import InternalError, RecomputeError
-from dynamemo.graph import Link, StorageKind
+from dynamemo.errors import InternalError
+from dynamemo.foresight import Foresight
 from dynamemo.policies import Candidate, Policy, Suggestion, Technique
 from dynamemo.recipe import (
     Application,
@@ -36,8 +34,9 @@ from dynamemo.recipe import (
     make_dependent,
     plan,
 )
-from dynamemo.records import Contents, Records
-from dynamemo.storage import Array, Hole, Storage, View
+from dynamemo.records import Contents
+from dynamemo.restorer import Restorer
+from dynamemo.storage import Hole, Storage
 
 #: Storages below this many bytes are left alone: moving them frees nothing worth the time.
 MIN_BYTES = 4096
@@ -46,15 +45,18 @@ MIN_BYTES = 4096
 #: middle of a backward there may be no room for them.
 _TRANSIENT_SHARE = 8
 
-#: Kinds that are no tensor of one graph.
-_LASTING = frozenset({StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.WORKSPACE})
+#: A prefetch begins so many times earlier than its copy takes, and so many seconds besides.
+_LEAD = 1.5
+_LEAD_S = 300e-6
+#: Values that are looked at before it is decided that none is urgent yet.
+_LOOKAHEAD = 64
 
 #: A block shorter than this part of the arena is placed at the high end, with what stays long:
 #: the temporaries of a convolution are many times its input, and need the space in one piece.
 _SMALL_SHARE = 16
 
 
-class MemoryManager(Records):
+class MemoryManager(Restorer):
     """Keep the managed storages of one device within the pool."""
 
     def __init__(
@@ -69,20 +71,18 @@ class MemoryManager(Records):
         verify: bool = False,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        super().__init__(device, pool, tiers)
+        super().__init__(device, pool, tiers, replay, verify=verify)
         self.policy = policy
-        self.counters = Counters()
-        self.verify = verify
-        #: Why a tier last refused, for the error message.
-        self.refusal: str | None = None
+        self.foresight = Foresight(self.recorder, self.costs)
         #: Called before offers are made: tells the manager of arrays that moved into new places.
         self.look_around: Callable[[], None] | None = None
         pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
-        self._replay = replay
         self._version_of = version_of
         self._min_bytes = min_bytes
-        self._out = Link()
-        self._in = Link()
+        #: The longest request that took memory back from a prefetch; kept free from then on.
+        self._headroom_bytes = 0
+        #: Seconds of the backward that was begun last.
+        self._running_s = 0.0
         self._is_evicting = False
         self._is_closed = False
 
@@ -97,6 +97,8 @@ class MemoryManager(Records):
             return
         with self.pool.lock:  # one lock for both: a reclaim comes in with it held
             storage.exposed = True
+            if not storage.is_away:
+                self.transfers.forsake(storage)
             self._rebuild_dependents(storage)
 
     def _rebuild_dependents(self, storage: Storage) -> None:
@@ -121,7 +123,7 @@ class MemoryManager(Records):
         self._is_evicting = True
         try:
             self.drain()
-            self.settle_timers()
+            self.transfers.reap()
             if self.look_around is not None:
                 self.look_around()
             return self._free_run(requested_bytes)
@@ -142,8 +144,11 @@ class MemoryManager(Records):
                 floor = pool.low_area_bytes = 0
             elif window is None:
                 return False
-            elif self._take_all(offers, window):
-                return True
+            else:
+                if any(offers[block.offset][0].arrival is not None for block in window):
+                    self._headroom_bytes = max(self._headroom_bytes, requested_bytes)
+                if self._take_all(offers, window):
+                    return True
 
     def _take_all(
         self, offers: dict[int, tuple[Storage, Suggestion]], window: tuple[Block, ...]
@@ -173,34 +178,52 @@ class MemoryManager(Records):
             offers[block.offset] = (storage, other)
         return False
 
-    def _offers(self) -> dict[int, tuple[Storage, Suggestion]]:
+    def _offers(self, *, is_free: bool = False) -> dict[int, tuple[Storage, Suggestion]]:
         offers = {}
         clock = self.recorder.clock
         for storage in list(self._storages.values()):
+            arrival = storage.arrival
+            if arrival is not None:
+                if arrival.block is not None and not is_free:
+                    offers[arrival.block.offset] = (storage, self._cancellation(storage))
+                continue
             block = storage.block
             if block is None or storage.refused_at == clock:
                 continue
-            if storage.nbytes < self._min_bytes:
+            if storage.nbytes < self._min_bytes or not self._can_copy(storage):
                 continue
-            suggestion = self.policy.suggest(self._candidate(storage))
+            candidate = self._candidate(storage)
+            if is_free and not (candidate.is_expired and candidate.is_free):
+                continue
+            suggestion = self.policy.suggest(candidate)
             if suggestion is not None:
                 offers[block.offset] = (storage, suggestion)
         return offers
+
+    def _cancellation(self, storage: Storage) -> Suggestion:
+        """Offer the memory of a prefetched value that nobody has read yet."""
+        seconds = self.transfers.inward.seconds(storage.nbytes)
+        return Suggestion(Technique.OFFLOAD, seconds / self.recorder.distance(storage.storage_id))
+
+    def _can_copy(self, storage: Storage) -> bool:
+        """Tell whether copies are ordered with the work that uses the storage's block."""
+        block = storage.block
+        return block is not None and self.device.is_ordered(block)
 
     def _candidate(self, storage: Storage) -> Candidate:
         recorder, storage_id = self.recorder, storage.storage_id
         if storage.recompute_s is None:
             storage.recompute_s = self._estimate(self._plan(storage))
-        can_offload = storage.ticket_refused_at != self._tier_revision
         return Candidate(
+            serial=storage_id,
             nbytes=storage.nbytes,
             distance=1 if storage.is_lasting else recorder.distance(storage_id),
             staleness=recorder.clock - recorder.last_touch(storage_id),
             is_expired=recorder.is_expired(storage_id),
             is_checkpoint=storage.is_checkpoint,
             recompute_s=storage.recompute_s,
-            offload_s=self._out.seconds(storage.nbytes) if can_offload else math.inf,
-            fetch_s=self._in.seconds(storage.nbytes),
+            offload_s=self.transfers.seconds_out(storage),
+            fetch_s=self.transfers.seconds_in(storage),
         )
 
     def evict_all(self) -> None:
@@ -211,6 +234,7 @@ class MemoryManager(Records):
             self._is_evicting = True
             try:
                 self.drain()
+                self.transfers.reap()
                 for storage in self.storages():
                     storage.refused_at = -1  # what held it then may have let go
                 for storage, suggestion in self._offers().values():
@@ -221,6 +245,8 @@ class MemoryManager(Records):
 
     def _evict(self, storage: Storage, technique: Technique) -> bool:
         """Take a storage out of its slots; False, and nothing changed, where that cannot be."""
+        if storage.arrival is not None:
+            return self.transfers.cancel(storage)
         block = storage.block
         if block is None:
             return True
@@ -232,7 +258,7 @@ class MemoryManager(Records):
         if technique is Technique.RECOMPUTE:
             if not self._drop(storage):
                 return False
-        elif not self._offload(storage, block):
+        elif not self._offload(storage):
             return False
         storage.views = views
         self._leave_slots(storage, contents)
@@ -249,6 +275,7 @@ class MemoryManager(Records):
             # A hole of the producer itself must not keep the producer alive: a cycle.
             anchor = None if storage.recipe is None or slot.owner is producer else producer
             slot.empty(Hole(storage, index, anchor))
+        storage.is_away = True
         contents.arrays.clear()
 
     def _drop(self, storage: Storage) -> bool:
@@ -257,23 +284,21 @@ class MemoryManager(Records):
             storage.recompute_s = math.inf
             return False
         storage.recipe = recipe
+        self.transfers.forsake(storage)
+        for missing in recipe.missing():
+            if missing.recipe is None:
+                self.foresight.note_away(missing)
         for source in recipe.outer_storages(self.storage_of):
             make_dependent(storage, source)
         self.counters.dropped_bytes += storage.nbytes
         return True
 
-    def _offload(self, storage: Storage, block: Block) -> bool:
-        started = time.perf_counter()
-        try:
-            ticket = self._tiers.store(block.address, storage.nbytes)
-        except SpillError as error:
-            self.refusal, ticket = str(error), None
-        if ticket is None:
-            storage.ticket_refused_at = self._tier_revision
+    def _offload(self, storage: Storage) -> bool:
+        if not self.transfers.copy_out(storage) or not self.transfers.let_go(storage):
             return False
-        self._out.observe(storage.nbytes, time.perf_counter() - started)
-        storage.ticket = ticket
-        self.counters.offloaded_bytes += storage.nbytes
+        if storage.keeps_copy and not storage.is_lasting:
+            self.foresight.note_offloaded(storage)
+        self.foresight.note_away(storage)
         return True
 
     def _plan(self, storage: Storage) -> Recipe | None:
@@ -318,120 +343,92 @@ class MemoryManager(Records):
     # -- restoring -------------------------------------------------------------------------
 
     def restore(self, storage: Storage) -> None:
-        """Make a storage resident, and whatever has to be there first. Iterative, any depth.
-
-        Raises
-        ------
-        OutOfMemoryError
-            If there is no room. The storage stays where it is and can be read later.
-        RecomputeError
-            If `verify` is on and a function gave another result than in forward.
-        """
+        """Make a storage resident. Errors as `bring_back`."""
         with self.pool.lock:
             self.drain()
             try:
-                self._restore(storage)
+                with self.pool.retrying():
+                    rebuilt = self.bring_back(storage)
             except MemoryError as error:
                 error.__traceback__ = None  # its frames keep arrays
-            else:
-                return
-            self.evict_all()
-            self._restore(storage)
-
-    def _restore(self, storage: Storage) -> None:
-        rebuilt: list[Storage] = []
-        stack: list[tuple[Storage, list[Array]]] = [(storage, [])]
-        while stack:
-            top = stack[-1][0]
-            missing = None if top.recipe is None else self._first_missing(top.recipe)
-            if missing is not None:
-                rebuilt.append(missing)
-                stack.append((missing, []))
-                continue
-            arrays = self._bring_back(top)
-            stack.pop()
-            if stack:
-                # The parent's sources stay until the parent is made.
-                stack[-1][1].extend(arrays)
-        del arrays
-        if not self.policy.keeps_rebuilt_sources:
-            self._drop_again(rebuilt)
-
-    def _first_missing(self, recipe: Recipe) -> Storage | None:
-        return next((s for s in recipe.missing() if not s.is_resident), None)
-
-    def _bring_back(self, storage: Storage) -> list[Array]:
-        if storage.recipe is not None:
-            return self._recompute(storage, storage.recipe)
-        if storage.ticket is not None:
-            return self._fetch(storage, storage.ticket)
-        return self._contents(storage).arrays
+                rebuilt = None
+            if rebuilt is None:
+                if self.look_around is not None:
+                    self.look_around()
+                self.evict_all()
+                rebuilt = self.bring_back(storage)
+            if not self.policy.keeps_rebuilt_sources:
+                self._drop_again(rebuilt)
 
     def _drop_again(self, storages: list[Storage]) -> None:
         for storage in storages:
             if storage.recompute_s is not None and not math.isinf(storage.recompute_s):
                 self._evict(storage, Technique.RECOMPUTE)
 
-    def _fetch(self, storage: Storage, ticket: Ticket) -> list[Array]:
-        memory = self.device.allocate(storage.nbytes)
-        started = time.perf_counter()
-        self._tiers.load(ticket, self.device.address_of(memory))
-        self._in.observe(storage.nbytes, time.perf_counter() - started)
-        arrays = [self.device.array_in(memory, view) for view in storage.views]
-        storage.ticket = None
-        self._discard(ticket)
-        self.counters.fetched_bytes += storage.nbytes
-        self._return_to_slots(storage, arrays)
-        return arrays
+    # -- ahead of need -----------------------------------------------------------------------
 
-    def _recompute(self, storage: Storage, recipe: Recipe) -> list[Array]:
-        sources = [source.array() for source in recipe.outer_sources()]
-        made = recipe.run(self._replay)
-        del sources
-        if storage.producer is None:
-            raise InternalError(f"{recipe.label()} was to be applied again without a record")
-        view = storage.producer.view
-        made = self._as_before(made, view, storage)
-        self._check(storage, made, recipe)
-        arrays = [
-            made if other == view else self.device.array_in(self.device.memory_of(made), other)
-            for other in storage.views
-        ]
-        del made
-        storage.recipe = None
-        self.counters.recomputed_bytes += storage.nbytes
-        self.counters.recomputed_functions += len(recipe.steps)
-        self._return_to_slots(storage, arrays)
-        return arrays
+    def ran_forward(self, op_id: int, signature: Any, made: list[Storage]) -> None:
+        """Note that a function ran; begin to copy out what is foreseen to be evicted.
 
-    def _as_before(self, made: Array, view: View, storage: Storage) -> Array:
-        """Return the array with the layout and memory that it had in forward."""
-        if self.device.layout_of(made) == (view, storage.nbytes):
-            return made
-        memory = self.device.allocate(storage.nbytes)
-        array = self.device.array_in(memory, view)
-        array[...] = made
-        return array
+        Parameters
+        ----------
+        op_id : int
+            The recorder's number of it.
+        signature : hashable
+            What it was, and on what shapes.
+        made : list of Storage
+            What it made, each with its producer.
+        """
+        self.transfers.timeline.now_s += self.costs.estimate(signature, nbytes=0)
+        for storage in self.foresight.ran(op_id, signature, made):
+            if not storage.is_away and storage.ticket is None and storage.keeps_copy:
+                with self.pool.lock:
+                    if self._can_copy(storage) and self.transfers.copy_out(storage):
+                        self.counters.early_bytes += storage.nbytes
 
-    def _check(self, storage: Storage, made: Array, recipe: Recipe) -> None:
-        if storage.digest is not None and self.device.digest(made) != storage.digest:
-            raise RecomputeError(
-                f"{recipe.label()} gave another result when it was applied again "
-                f"(shape {made.shape}, {made.dtype}); its outputs must not be recomputed: "
-                f"use policy='offload', or report it if it is one of Chainer's functions"
+    def prefetch(self, op_id: int) -> None:
+        """Begin to bring back what backward will read soon. `op_id`: whose backward begins now.
+
+        A value is asked for when waiting for one more function would make it late; at the link's
+        measured speed, behind what is on its way already.
+        """
+        foresight, transfers = self.foresight, self.transfers
+        transfers.timeline.now_s += self._running_s
+        self._running_s = 0.0
+        if not foresight.expects_reads or self._is_evicting or self._is_closed:
+            return
+        transfers.observe()
+        own_s = self._running_s = foresight.backward_s(op_id)
+        arrives_s = transfers.backlog_s()
+        queue: list[Storage] = []
+        urgent = 0
+        for storage, needed_s in foresight.upcoming(op_id, self._storages):
+            arrives_s += transfers.inward.seconds(storage.nbytes)
+            queue.append(storage)
+            if needed_s - own_s <= _LEAD * arrives_s + _LEAD_S:
+                urgent = len(queue)
+            elif len(queue) >= _LOOKAHEAD:
+                break
+        for storage in queue[:urgent]:
+            if not transfers.prefetch(storage, self._find_free_room):
+                break
+
+    def _find_free_room(self, nbytes: int) -> bool:
+        """Make room without taking anything from anybody who will need it."""
+        nbytes += min(self._headroom_bytes, self.pool.capacity_bytes // 4)
+        if self.pool.largest_free_bytes() >= nbytes:
+            return True
+        self._is_evicting = True
+        try:
+            if self.look_around is not None:
+                self.look_around()
+            offers = self._offers(is_free=True)
+            window = self.pool.cheapest_window(
+                nbytes, {offset: offer[1].cost_s for offset, offer in offers.items()}
             )
-
-    def _return_to_slots(self, storage: Storage, arrays: list[Array]) -> None:
-        storage.block = None
-        block = self.device.block_of(arrays[0])
-        if block is not None and block.pool is self.pool:
-            storage.block = block
-            block.owner = storage
-            self.pool.note_moved_out(-block.block_bytes)
-        storage.views = []
-        for slot in list(storage.slots.values()):
-            slot.fill(storage, arrays)
-        self.recorder.touch(storage.storage_id)
+            return window is not None and self._take_all(offers, window)
+        finally:
+            self._is_evicting = False
 
     def close(self) -> None:
         """Evict no more, and bring parameters, gradients and optimizer state back.
@@ -442,9 +439,12 @@ class MemoryManager(Records):
             self._is_closed = True
             self.drain()
             for storage in self.storages():
+                self.transfers.cancel(storage)
+            for storage in self.storages():
                 if storage.is_lasting and not storage.is_resident:
                     with contextlib.suppress(MemoryError):  # then it comes back when it is read
                         self.restore(storage)
+            self.transfers.finish()
 
     def explain(self, error: OutOfMemoryError) -> None:
         """Say in an error which function asked, and what holds the memory."""
@@ -457,5 +457,5 @@ class MemoryManager(Records):
             f"{max(0, error.in_use_bytes - graph_bytes):,} by parameters, optimizer state and "
             "arrays outside of the graph"
         )
-        if self.refusal is not None:
-            error.detail += f"; {self.refusal}"
+        if self.transfers.refusal is not None:
+            error.detail += f"; {self.transfers.refusal}"

@@ -83,9 +83,11 @@ class ParameterGuards:
         Called right after a function has read it: trust that was lost, because somebody got hold
         of the array, begins anew with that function if nobody holds it any more.
         """
-        data = parameter.__dict__["_data"]
+        data = parameter._data
         if type(data) is VariableBox:
-            self._trust_again(parameter, data)
+            guard = data.subject
+            if guard is None or not guard.is_trusted:
+                self._trust_again(parameter, data)
             return False
         if data[0] is None or not self._device.owns(data[0]):
             return False
@@ -147,9 +149,14 @@ class ParameterGuards:
 
     def about_to_change(self, parameter: Any) -> None:
         """Copy what recipes still need of the parameter's present value."""
-        box = parameter.__dict__["_data"]
-        if type(box) is VariableBox and box.subject is not None:
-            self._change(box.subject)
+        box = parameter._data
+        guard = box.subject if type(box) is VariableBox else None
+        if guard is None:
+            return
+        if guard.versions:
+            self._change(guard)
+        else:
+            guard.changed_at = self._next_op_id()
 
     def _change(self, guard: _Guard) -> None:
         next_op_id = self._next_op_id()

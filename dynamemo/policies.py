@@ -45,9 +45,17 @@ class Candidate:
     is_checkpoint: bool
     #: Seconds to recompute it; inf where it cannot be.
     recompute_s: float
-    #: Seconds to copy it out, and to copy it back; inf where no tier has room.
+    #: Seconds that the device waits for it to be copied out: 0 where it is already, inf where no
+    #: tier has room; and to be copied back, as far as that is not foreseen in time.
     offload_s: float
     fetch_s: float
+    #: Number of the storage.
+    serial: int = 1
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be evicted without a copy, once nobody is expected to read it."""
+        return self.offload_s == 0.0 or not math.isinf(self.recompute_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,8 @@ class Policy(Protocol):
 
 def _expired(candidate: Candidate) -> Suggestion | None:
     """Evict what is probably never read again: by the way that costs least now."""
+    if candidate.offload_s == 0.0:
+        return Suggestion(Technique.OFFLOAD, 1e-12 * candidate.nbytes)
     if not math.isinf(candidate.recompute_s):
         return Suggestion(Technique.RECOMPUTE, 1e-12 * candidate.nbytes)
     if not math.isinf(candidate.offload_s):
@@ -169,7 +179,9 @@ class OneTechnique:
     is_eager: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
-        """Offer the technique where it can be used."""
+        """Offer the technique where it can be used; what is expired goes by any."""
+        if candidate.is_expired:
+            return _expired(candidate)
         if self.technique is Technique.RECOMPUTE:
             cost_s = candidate.recompute_s
         else:
@@ -201,10 +213,11 @@ class Torture:
     is_eager: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
-        """Prefer to recompute, which is what can go wrong."""
-        if not math.isinf(candidate.recompute_s):
+        """Recompute two of three that can be; copy the others."""
+        can_copy = not math.isinf(candidate.offload_s)
+        if not math.isinf(candidate.recompute_s) and (candidate.serial % 3 or not can_copy):
             return Suggestion(Technique.RECOMPUTE, 0.0)
-        return None if math.isinf(candidate.offload_s) else Suggestion(Technique.OFFLOAD, 0.0)
+        return Suggestion(Technique.OFFLOAD, 0.0) if can_copy else None
 
 
 POLICIES: dict[str, Policy] = {

@@ -35,34 +35,56 @@ RECORD = "_dynamemo_application"
 MAX_STEPS = 16
 
 
+class Signature:
+    """What tells two applications of different cost apart; one object for all that are alike.
+
+    Compared by identity, so that it is cheap to file things under.
+    """
+
+    __slots__ = ("is_settled", "key", "nbytes", "transient_bytes")
+
+    def __init__(self, key: tuple[Any, ...], nbytes: int) -> None:
+        #: Class, shapes and dtypes.
+        self.key = key
+        #: Bytes read and written, for a cost nobody measured yet.
+        self.nbytes = nbytes
+        #: Bytes that existed only while it ran, when that was last looked at.
+        self.transient_bytes = 0
+        #: Its cost was known well enough when that was last looked at.
+        self.is_settled = False
+
+
 class Application:
     """What was noted of one application of a function, kept in the function itself."""
 
-    __slots__ = ("configuration", "given", "nbytes", "on_death", "op_id", "signature", "transient")
+    __slots__ = ("configuration", "given", "on_death", "op_id", "signature")
 
     def __init__(
         self,
         op_id: int,
-        signature: Any,
+        signature: Signature,
         configuration: tuple[Any, ...],
-        *,
-        nbytes: int,
-        transient_bytes: int,
         given: tuple[str, ...],
         on_death: Callable[[int], None],
     ) -> None:
         self.op_id = op_id
-        #: Bytes that existed only while it ran.
-        self.transient = transient_bytes
-        #: Attributes with arrays that the function had before it ran, so not made by it.
-        self.given = given
-        #: Bytes read and written, for a cost nobody measured yet.
-        self.nbytes = nbytes
-        self.on_death = on_death
-        #: What its measured cost is filed under: label, shapes, dtypes.
+        #: What its measured cost is filed under.
         self.signature = signature
         #: The values of `chainer.config` that it ran under.
         self.configuration = configuration
+        #: Attributes with arrays that the function had before it ran, so not made by it.
+        self.given = given
+        self.on_death = on_death
+
+    @property
+    def transient(self) -> int:
+        """Bytes that existed only while it ran."""
+        return self.signature.transient_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return self.signature.nbytes
 
     def __del__(self) -> None:
         self.on_death(self.op_id)

@@ -15,9 +15,11 @@ from collections import deque
 from typing import Any, cast
 
 from dynamemo.allocator import Block, End, Pool, Ticket, TierStack
-from dynamemo.device import Device, Timer
+from dynamemo.counters import Counters
+from dynamemo.device import Device
 from dynamemo.graph import CostModel, Recorder, StorageKind
-from dynamemo.storage import Array, Keeper, Producer, Slot, Storage
+from dynamemo.storage import Array, Producer, Slot, Storage
+from dynamemo.transfers import Transfers
 
 #: Kinds that are no tensor of one graph.
 _LASTING = frozenset({StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.WORKSPACE})
@@ -64,15 +66,14 @@ class Records:
         self.costs = CostModel()
         #: Label of the function that runs now, for the error message.
         self.current_function: str | None = None
-        self._tiers = tiers
+        self.counters = Counters()
+        #: The copies between the device and the tiers.
+        self.transfers = Transfers(device, pool, tiers, self.counters)
         #: What the long temporaries of functions took at most, together.
         self._low_area_bytes = 0
-        #: Grows whenever a tier may have room again.
-        self._tier_revision = 0
         self._storages: weakref.WeakValueDictionary[int, Storage] = weakref.WeakValueDictionary()
         self._gone: deque[tuple[int, Ticket | None]] = deque()
         self._gone_operations: deque[int] = deque()
-        self._timers: deque[tuple[Any, Timer]] = deque()
 
     def storage_of(self, array: Array) -> Storage | None:
         """Return the record of the storage under an array, if there is one."""
@@ -85,16 +86,20 @@ class Records:
         None where the array's memory does not come from the pool.
         """
         block = self.device.block_of(array)
-        if block is None or block.pool is not self.pool:
+        return None if block is None else self.adopt_block(block, kind)
+
+    def adopt_block(self, block: Block, kind: StorageKind) -> Storage | None:
+        """Return the record of a block, made where there is none; None for a foreign one."""
+        if block.pool is not self.pool:
             return None
-        storage = _owner(block)
+        storage: Any = block.owner
         if storage is None:
             storage_id = self.recorder.storage(block.requested_bytes, kind)
-            storage = block.owner = self._storages[storage_id] = Storage(
-                storage_id, block, cast(Keeper, self)
-            )
+            keeper: Any = self
+            storage = block.owner = self._storages[storage_id] = Storage(storage_id, block, keeper)
             storage.is_lasting = kind in _LASTING
-        return storage
+        found: Storage = storage
+        return found
 
     def set_producer(self, storage: Storage, producer: Producer, *, is_checkpoint: bool) -> None:
         """Note which function made a storage, if it is the first that is known to have."""
@@ -119,20 +124,6 @@ class Records:
         self.pool.default_end = End.HIGH if label is None else End.LOW
         self.pool.low_area_bytes = self._low_area_bytes
 
-    def measure(self, signature: Any, timer: Timer) -> None:
-        """File the seconds that a function took, now or when the device knows them."""
-        if self.costs.wants_sample(signature):
-            self._timers.append((signature, timer))
-
-    def settle_timers(self) -> None:
-        """File the seconds that the device knows by now."""
-        while self._timers:
-            elapsed_s = self._timers[0][1].elapsed_s()
-            if elapsed_s is None:
-                return
-            signature, _ = self._timers.popleft()
-            self.costs.observe(signature, elapsed_s)
-
     def forget(self, storage_id: int, ticket: Ticket | None) -> None:
         """Note that a record died. Called by its destructor: only appends."""
         self._gone.append((storage_id, ticket))
@@ -147,7 +138,7 @@ class Records:
             storage_id, ticket = self._gone.popleft()
             self.recorder.forget_storage(storage_id)
             if ticket is not None:
-                self._discard(ticket)
+                self.transfers.discard(ticket)
         while self._gone_operations:
             self.recorder.forget_operation(self._gone_operations.popleft())
 
@@ -172,7 +163,3 @@ class Records:
         if contents.is_shared:
             return False
         return self.device.is_exclusive(contents.arrays, contents.references)
-
-    def _discard(self, ticket: Ticket) -> None:
-        self._tiers.discard(ticket)
-        self._tier_revision += 1

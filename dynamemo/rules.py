@@ -12,9 +12,11 @@ their running statistics on every call.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
-from dynamemo.lazy import original_class
+from dynamemo.lazy import class_behind
 
 #: Functions whose result is not a function of their inputs, by class name.
 NOT_REPEATABLE = frozenset(
@@ -61,6 +63,44 @@ CHECKPOINTS = frozenset(
 
 _registered: set[type] = set()
 
+#: Classes whose traits are remembered.
+_MOST_CLASSES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is known of a class of functions."""
+
+    #: Known not to write into its inputs; of an adapter the function inside it decides.
+    is_trusted: bool
+    #: Chainer's adapter of an old-style function.
+    is_adapter: bool
+    #: Named among the functions that must not be applied again.
+    is_barred: bool
+    noise: tuple[str, ...]
+    side_effects: tuple[str, ...]
+    is_checkpoint: bool
+
+
+def traits_of(function: Any) -> Traits:
+    """Return what is known of the function's class."""
+    cls: Any = type(function)
+    return _traits(cls)
+
+
+@functools.lru_cache(_MOST_CLASSES)
+def _traits(cls: type) -> Traits:
+    cls = class_behind(cls)
+    name = cls.__name__
+    return Traits(
+        is_trusted=cls in _registered or cls.__module__.startswith("chainer."),
+        is_adapter=name == "FunctionAdapter",
+        is_barred=name in NOT_REPEATABLE,
+        noise=NOISE.get(name, ()),
+        side_effects=SIDE_EFFECTS.get(name, ()),
+        is_checkpoint=name in CHECKPOINTS,
+    )
+
 
 def register_recomputable(cls: type) -> type:
     """Declare that a user-defined function may be applied again to rebuild its outputs.
@@ -80,36 +120,39 @@ def register_recomputable(cls: type) -> type:
         The class itself.
     """
     _registered.add(cls)
+    _traits.cache_clear()
     return cls
 
 
 def is_trusted(function: Any) -> bool:
     """Tell whether the function is known not to write into its inputs."""
     # An old-style function runs inside an adapter of Chainer's.
-    cls = original_class(function.__dict__.get("_function", function))
-    return cls in _registered or cls.__module__.startswith("chainer.")
+    traits = traits_of(function)
+    if traits.is_adapter:
+        traits = traits_of(function.__dict__.get("_function", function))
+    return traits.is_trusted
 
 
 def is_repeatable(function: Any) -> bool:
     """Tell whether the function may be applied again."""
-    return is_trusted(function) and original_class(function).__name__ not in NOT_REPEATABLE
+    return is_trusted(function) and not traits_of(function).is_barred
 
 
 def is_noise(function: Any, attribute: str) -> bool:
     """Tell whether an attribute is noise that cannot be drawn again."""
-    return attribute in NOISE.get(original_class(function).__name__, ())
+    return attribute in traits_of(function).noise
 
 
 def noise_attributes(function: Any) -> tuple[str, ...]:
     """Return the attributes that must be there before the function is applied again."""
-    return NOISE.get(original_class(function).__name__, ())
+    return traits_of(function).noise
 
 
 def side_effect_attributes(function: Any) -> tuple[str, ...]:
     """Return the attributes to clear before the function is applied again."""
-    return SIDE_EFFECTS.get(original_class(function).__name__, ())
+    return traits_of(function).side_effects
 
 
 def is_checkpoint(function: Any) -> bool:
     """Tell whether the seed's recompute strategies would keep the function's outputs."""
-    return original_class(function).__name__ in CHECKPOINTS
+    return traits_of(function).is_checkpoint

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import types
 
 from dynamemo.allocator import (
-    FileTier,
     OutOfMemoryError,
     Pool,
     Tier,
@@ -38,7 +38,8 @@ Size = int | str
 _DEFAULT_SHARE = "90%"
 _DEFAULT_HOST_SHARE = "50%"
 
-_active: Runtime | None = None
+#: The runtimes that were entered and not left, by the name of their device.
+_active: dict[str, Runtime] = {}
 
 
 class Runtime:
@@ -54,7 +55,7 @@ class Runtime:
         when the context is entered. Default: 90% of that.
     device : str or int
         "auto" (the current GPU if CuPy sees one, else the CPU), "cpu", "cuda", "cuda:1", or the
-        number of a GPU.
+        number of a GPU. Or an object that does what `dynamemo.device.Device` says.
     host_budget : int or str, optional
         Bytes that evicted tensors may take outside of the device: pinned host memory for a GPU
         (default: half of what is free), file space for the CPU (default: what the folder has).
@@ -72,7 +73,8 @@ class Runtime:
     ValueError
         For a budget or host budget that is no size, or an unknown policy or device.
     DynamemoError
-        On entering: another runtime is active, the device does not exist, its memory is taken.
+        On entering: another runtime is active for that device or in this thread, the device does
+        not exist, its memory is taken.
     OutOfMemoryError
         Inside, where the budget cannot be met: it names the function, its bytes and the smallest
         budget that would have done. Arrays, model and allocator stay usable.
@@ -92,7 +94,7 @@ class Runtime:
         self,
         budget: Size | None = None,
         *,
-        device: str | int = "auto",
+        device: str | int | Device = "auto",
         host_budget: Size | None = None,
         spill_dir: str | os.PathLike[str] | None = None,
         policy: str | Policy = "cost-aware",
@@ -112,26 +114,22 @@ class Runtime:
 
     def __enter__(self) -> Runtime:
         """Take the arena and connect Chainer; nothing is left changed if that fails."""
-        global _active
-        if _active is not None:
-            raise DynamemoError(
-                "a dynamemo.Runtime is already active in this process: leave it first, or use the "
-                "outer one (one budget holds for all models inside)"
-            )
         if self._manager is not None:
             raise DynamemoError("a Runtime can be entered once: make a new one")
+        self._device = _resolve_device(self._device_name)
+        self._thread_id = threading.get_ident()
+        _refuse_second(self)
         with contextlib.ExitStack() as stack:
             self._open(stack)
             self._stack = stack.pop_all()
-        _active = self
+        _active[self._device.name] = self
         return self
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        device = _resolve_device(self._device_name)
+        device = self._device
         is_torture = self._policy.is_eager
         budget_bytes = parse_budget(self._budget or _DEFAULT_SHARE, free_bytes=device.free_bytes)
         pool = device.make_pool(budget_bytes)
-        self._device = device
         self._tier_list = self._make_tiers(device)
         self._tiers = TierStack(self._tier_list)
         binding = ChainerBinding(device)
@@ -145,6 +143,7 @@ class Runtime:
             verify=self._verify,
             min_bytes=1 if is_torture else MIN_BYTES,
         )
+        manager.transfers.measure()
         pool.reclaimer = manager
         pool.explain = manager.explain
         binding.attach(manager)
@@ -159,13 +158,13 @@ class Runtime:
         limit: int | None = None
         if self._host_budget is not None:
             limit = parse_budget(self._host_budget, free_bytes=HostDevice().free_bytes)
-        if not isinstance(device, HostDevice):
+        if device.has_host_tier:
             default = parse_budget(_DEFAULT_HOST_SHARE, free_bytes=HostDevice().free_bytes)
             tiers.append(device.make_host_tier(default if limit is None else limit))
             limit = None
-        if isinstance(device, HostDevice) or self._spill_dir is not None:
+        if not device.has_host_tier or self._spill_dir is not None:
             folder = None if self._spill_dir is None else os.fspath(self._spill_dir)
-            tiers.append(FileTier(device.copier, folder, limit_bytes=limit))
+            tiers.append(device.make_file_tier(folder, limit))
         return tiers
 
     def __exit__(
@@ -175,8 +174,7 @@ class Runtime:
         traceback: types.TracebackType | None,
     ) -> None:
         """Put Chainer, CuPy and NumPy back; turn NumPy's MemoryError into ours."""
-        global _active
-        _active = None
+        _active.pop(self._device.name, None)
         self._final = self.statistics()
         self._stack.close()
         ours = None
@@ -212,7 +210,17 @@ class Runtime:
             dropped_bytes=counters.dropped_bytes,
             recomputed_bytes=counters.recomputed_bytes,
             offloaded_bytes=counters.offloaded_bytes,
+            early_bytes=counters.early_bytes,
+            stalled_bytes=counters.stalled_bytes,
             fetched_bytes=counters.fetched_bytes,
+            prefetched_bytes=counters.prefetched_bytes,
+            awaited_bytes=counters.awaited_bytes,
+            cancelled_bytes=counters.cancelled_bytes,
+            late_bytes=counters.late_bytes,
+            host_waits=self._device.copier.waits,
+            slab_waits=sum(tier.waits for tier in self._tier_list),
+            out_bytes_per_s=manager.transfers.outward.bytes_per_s,
+            in_bytes_per_s=manager.transfers.inward.bytes_per_s,
             preserved_bytes=counters.preserved_bytes,
             recomputed_functions=counters.recomputed_functions,
             iterations=manager.recorder.iterations + manager.recorder.is_iteration_open,
@@ -231,6 +239,29 @@ class Runtime:
         if self._pool is not None:
             self._pool.reset_peak()
 
+    def release_host_memory(self) -> None:
+        """Give host memory (pinned, for a GPU) and file space that no tensor needs back.
+
+        May be called at any time, also after leaving. Waits for copies under way.
+        """
+        if self._tiers is not None:
+            self._tiers.finish()
+            self._tiers.trim()
+
+
+def _refuse_second(runtime: Runtime) -> None:
+    for other in _active.values():
+        if other._device.name == runtime._device.name:
+            where = f"for {other._device.name} in this process"
+        elif other._thread_id == runtime._thread_id:
+            where = f"in this thread, for {other._device.name}"
+        else:
+            continue
+        raise DynamemoError(
+            f"a dynamemo.Runtime is already active {where}: leave it first, or use that one (one "
+            "budget holds for all models inside); another device takes another thread"
+        )
+
 
 def _release(binding: ChainerBinding, manager: MemoryManager) -> None:
     manager.close()
@@ -244,7 +275,7 @@ def _checked(size: Size | None) -> Size | None:
     return size
 
 
-def _resolve_device(device: str | int) -> Device:
+def _resolve_device(device: str | int | Device) -> Device:
     """Return the device of that name.
 
     Raises
@@ -258,6 +289,8 @@ def _resolve_device(device: str | int) -> Device:
         return HostDevice()
     if device == "auto":
         return _default_device()
+    if not isinstance(device, str | int | float) and hasattr(device, "make_pool"):
+        return device
     index: int | None = None
     if isinstance(device, int) and not isinstance(device, bool):
         index = device

@@ -5,8 +5,10 @@ once and comes back once, with every view's offset, shape and strides as they we
 holds the record and the ways to reach the arrays (*slots*); it decides nothing and moves nothing.
 
 Invariants kept here:
-  3. A storage is resident (its arrays sit in their slots), or it has a ticket of a tier, or a
-     recipe to recompute it; never none of these while a slot is alive.
+  3. A storage is resident (its arrays sit in their slots), or it is away and has a ticket of a
+     tier or a recipe to recompute it; never none of these while a slot is alive.
+  4. A resident storage with a ticket is *clean*: the tier's copy, made or under way, is of the
+     value that the arrays have.
   6. A storage is owned by its block while it is resident and by the slots it left while it is
      away, so it dies with the last array or the last graph node, without the cycle collector.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from dynamemo.allocator import Block, Ticket
+    from dynamemo.allocator import Block, Mark, Ticket
     from dynamemo.recipe import Recipe
 
 #: An array of NumPy or CuPy.
@@ -108,6 +110,21 @@ class Keeper(Protocol):
         ...
 
 
+class Arrival:
+    """The memory that a prefetched value is copied into; not yet seen by anybody."""
+
+    __slots__ = ("arrays", "block", "ends_s", "mark")
+
+    def __init__(self, arrays: list[Array], block: Block | None, mark: Mark, ends_s: float) -> None:
+        #: One array for each of the storage's views.
+        self.arrays = arrays
+        self.block = block
+        #: The end of the copy.
+        self.mark = mark
+        #: When that is expected, in the seconds of the timeline.
+        self.ends_s = ends_s
+
+
 class Producer:
     """Which application of which function made a storage, and as what."""
 
@@ -138,11 +155,14 @@ class Storage:
 
     __slots__ = (
         "__weakref__",
+        "arrival",
         "block",
+        "copied_s",
         "covered",
         "dependents",
         "digest",
         "exposed",
+        "is_away",
         "is_checkpoint",
         "is_lasting",
         "is_leaf",
@@ -177,10 +197,17 @@ class Storage:
         self.is_lasting = False
         #: Code outside Chainer may have written into it: never dropped, never a source.
         self.exposed = False
+        #: Its slots hold holes: the value is in a tier, or can be recomputed.
+        self.is_away = False
         self.slots: dict[tuple[int, str, int | str | None], Slot] = {}
         #: How each distinct array lay in the block, while the value is away.
         self.views: list[View] = []
+        #: The tier's copy; of a resident storage too (see invariant 4).
         self.ticket: Ticket | None = None
+        #: When its copy out is expected to have ended, in the seconds of the timeline.
+        self.copied_s = 0.0
+        #: Where a prefetch puts the value, while it is away.
+        self.arrival: Arrival | None = None
         self.recipe: Recipe | None = None
         #: Estimated seconds to recompute it; None: not asked yet; inf: cannot be recomputed.
         self.recompute_s: float | None = None
@@ -196,16 +223,20 @@ class Storage:
     @property
     def residence(self) -> Residence:
         """Where the value is now."""
-        if self.ticket is not None:
-            return Residence.OFFLOADED
-        if self.recipe is not None:
-            return Residence.DROPPED
-        return Residence.RESIDENT
+        if not self.is_away:
+            return Residence.RESIDENT
+        return Residence.OFFLOADED if self.recipe is None else Residence.DROPPED
 
     @property
     def is_resident(self) -> bool:
         """Whether the arrays are in their slots."""
-        return self.ticket is None and self.recipe is None
+        return not self.is_away
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether nobody writes into it: a copy in a tier stays true while it is resident."""
+        is_private = not (self.exposed or self.is_lasting or self.is_leaf)
+        return is_private and self.producer is not None
 
     def add_slot(self, slot: Slot) -> None:
         """Register a place that refers to an array of this storage; one entry a place."""

@@ -124,6 +124,11 @@ class CostModel:
         samples = self._samples.get(signature)
         return samples is not None and (bool(samples.first_s) or samples.estimate_s > 0.0)
 
+    def is_settled(self, signature: Hashable) -> bool:
+        """Tell whether the estimate rests on enough samples, and no drift made it new again."""
+        samples = self._samples.get(signature)
+        return samples is not None and not samples.first_s and samples.estimate_s > 0.0
+
     def wants_sample(self, signature: Hashable) -> bool:
         """Tell whether the coming call should be measured; counts as one call.
 

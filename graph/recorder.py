@@ -24,8 +24,14 @@ use is Wang et al., PPoPP 2018, where the graph is known beforehand. Here it is 
 from bisect import bisect_right
 
 from dynamemo.graph.errors import InternalError
-from dynamemo.graph.records import OperationState, Record, StorageState, described
-from dynamemo.graph.types import Phase, Storage, StorageKind, Trace
+from dynamemo.graph.records import (
+    BackwardRecord,
+    OperationState,
+    Record,
+    StorageState,
+    described,
+)
+from dynamemo.graph.types import Storage, StorageKind, Trace
 
 #: Operations kept of one iteration for `Recorder.trace`; later ones are followed but not kept.
 MAX_OPERATIONS = 100_000
@@ -111,9 +117,7 @@ class Recorder:
         """
         id = self._next_storage
         self._next_storage = id + 1
-        state = self._storages[id] = StorageState(id, nbytes, kind, label)
-        state.last_use = self._position
-        state.last_touch = self._clock
+        self._storages[id] = StorageState(id, nbytes, kind, label, self._position, self._clock)
         return id
 
     def forget_storage(self, storage_id: int) -> None:
@@ -158,37 +162,39 @@ class Recorder:
         InternalError
             If a storage id is unknown or forgotten. Nothing is recorded.
         """
-        storages = self._storages
+        state_of = self._storages.__getitem__
         try:
-            needs = [storages[id] for id in dict.fromkeys(retained + attributes)]
-            used = [storages[id] for id in dict.fromkeys(inputs + outputs + retained + attributes)]
+            read = tuple(map(state_of, inputs))
+            written = tuple(map(state_of, outputs))
+            kept = tuple(map(state_of, retained)) if retained else ()
+            own = tuple(map(state_of, attributes)) if attributes else ()
         except KeyError as error:
             raise InternalError(f"forward of {label!r} names unknown storage {error}") from None
         tick = self._next_operation
         self._next_operation = tick + 1
         self._clock = clock = self._clock + 1
-        for state in used:
-            state.last_use = tick
-            state.last_touch = clock
-            state.is_expired = False
+        needs = kept + own
+        if len(needs) > 1:
+            needs = tuple(dict.fromkeys(needs))
+        for states in (read, written, needs):
+            for state in states:
+                state.last_use = tick
+                state.last_touch = clock
+                state.is_expired = False
         for state in needs:
-            state.pending.append(tick)
+            if state.pending:
+                state.pending.append(tick)
+            else:
+                state.pending = [tick]
         operation = self._operations[tick] = OperationState(
-            tick,
-            label,
-            inputs,
-            outputs,
-            retained,
-            attributes,
-            used,
-            needs,
+            tick, label, read, written, kept, own, needs, transient_bytes, elapsed_s
         )
         if not self._running:
             self._position = tick
             if self._backward_has_run:
                 self._place_border(tick)
         if len(self._current) - self._border_records < self._max_operations:
-            self._current.append((operation, Phase.FORWARD, transient_bytes, elapsed_s))
+            self._current.append(operation)
         return tick
 
     def begin_backward(self, operation_id: int) -> None:
@@ -239,7 +245,7 @@ class Recorder:
         self._backward_has_run = True
         expired = self._expire(operation)
         if len(self._current) - self._border_records < self._max_operations:
-            self._current.append((operation, Phase.BACKWARD, transient_bytes, elapsed_s))
+            self._current.append(BackwardRecord(operation, transient_bytes, elapsed_s))
         return expired
 
     def abandon_backward(self) -> None:
@@ -284,6 +290,27 @@ class Recorder:
         """Return the clock of the storage's latest use; raises InternalError if it is unknown."""
         return self._state(storage_id).last_touch
 
+    def last_use(self, storage_id: int) -> int:
+        """Return the tick of the newest forward that used the storage.
+
+        Raises
+        ------
+        InternalError
+            If the storage is unknown or forgotten.
+        """
+        return self._state(storage_id).last_use
+
+    def next_use(self, storage_id: int) -> int:
+        """Return the tick of the next backward that needs the storage; 0 where none is known.
+
+        The greatest pending one that is not ahead of the position: backward comes back that way.
+        """
+        state = self._storages.get(storage_id)
+        if state is None:
+            return 0
+        ahead = bisect_right(state.pending, self._position)
+        return state.pending[ahead - 1] if ahead else 0
+
     def distance(self, storage_id: int) -> int:
         """Predict how many operations lie before the storage's next use.
 
@@ -321,11 +348,12 @@ class Recorder:
         storages: dict[int, Storage] = {}
         operations = []
         for index, record in enumerate(records):
-            operation, phase = record[0], record[1]
-            for state in operation.used:
+            is_forward = isinstance(record, OperationState)
+            operation = record if isinstance(record, OperationState) else record.operation
+            for state in operation.used():
                 if state.id not in storages:
                     storages[state.id] = Storage(state.id, state.nbytes, state.kind, state.label)
-            if phase is Phase.FORWARD:
+            if is_forward:
                 indices[operation.id] = index
             operations.append(described(record, index, indices.get(operation.id)))
         return Trace(tuple(storages.values()), tuple(operations))
@@ -340,7 +368,7 @@ class Recorder:
         for id, state in self._storages.items():
             if state.is_forgotten or state.id != id:
                 raise InternalError(f"storage {id} is listed although it was forgotten")
-            if state.pending != sorted(pending.get(id, [])):
+            if list(state.pending) != sorted(pending.get(id, [])):
                 raise InternalError(f"storage {id} has pending {state.pending}, expected {pending}")
             if state.pending and state.is_expired:
                 raise InternalError(f"storage {id} is expired and pending at {state.pending}")
@@ -420,7 +448,12 @@ class Recorder:
 
 def _drop_pending(state: StorageState, tick: int) -> None:
     """Remove a tick from a storage's pending ones; nearly always it is the last."""
-    if state.pending[-1] == tick:
-        state.pending.pop()
+    pending = state.pending
+    if not pending:
+        raise InternalError(f"storage {state.id} is not pending at {tick}")
+    if len(pending) == 1:
+        state.pending = ()
+    elif pending[-1] == tick:
+        pending.pop()
     else:
-        state.pending.remove(tick)
+        pending.remove(tick)

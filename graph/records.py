@@ -23,17 +23,19 @@ class StorageState:
         "pending",
     )
 
-    def __init__(self, id: int, nbytes: int, kind: StorageKind, label: str) -> None:
+    def __init__(
+        self, id: int, nbytes: int, kind: StorageKind, label: str, last_use: int, last_touch: int
+    ) -> None:
         self.id = id
         self.nbytes = nbytes
         self.kind = kind
         self.label = label
         #: Tick of the newest forward operation that used it.
-        self.last_use = 0
+        self.last_use = last_use
         #: Clock of the newest use of any sort.
-        self.last_touch = 0
+        self.last_touch = last_touch
         #: Ticks of the operations whose backward will still read it, ascending.
-        self.pending: list[int] = []
+        self.pending: list[int] | tuple[()] = ()
         self.is_expired = False
         self.is_forgotten = False
         #: The operation whose backward was the last to need it in the newest traversal.
@@ -41,10 +43,18 @@ class StorageState:
 
 
 class OperationState:
-    """Follow one forward operation; mutable, the recorder's own."""
+    """Follow one forward operation; mutable, the recorder's own.
+
+    Attributes
+    ----------
+    inputs, outputs, retained, attributes
+        The storages it read, wrote, and keeps for its backward; repeats are possible. They stay
+        known here, for `trace`, once the recorder has forgotten them.
+    """
 
     __slots__ = (
         "attributes",
+        "elapsed_s",
         "has_run_backward",
         "id",
         "inputs",
@@ -52,19 +62,20 @@ class OperationState:
         "needs",
         "outputs",
         "retained",
-        "used",
+        "transient_bytes",
     )
 
     def __init__(
         self,
         id: int,
         label: str,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        retained: tuple[int, ...],
-        attributes: tuple[int, ...],
-        used: list[StorageState],
-        needs: list[StorageState],
+        inputs: tuple[StorageState, ...],
+        outputs: tuple[StorageState, ...],
+        retained: tuple[StorageState, ...],
+        attributes: tuple[StorageState, ...],
+        needs: tuple[StorageState, ...],
+        transient_bytes: int,
+        elapsed_s: float | None,
     ) -> None:
         self.id = id
         self.label = label
@@ -72,39 +83,61 @@ class OperationState:
         self.outputs = outputs
         self.retained = retained
         self.attributes = attributes
-        #: Every storage it names, once each; keeps their sizes for `trace` once they are forgotten.
-        self.used = used
         #: The storages its backward reads, once each.
         self.needs = needs
+        #: Of its forward.
+        self.transient_bytes = transient_bytes
+        self.elapsed_s = elapsed_s
         self.has_run_backward = False
 
+    def used(self) -> dict[StorageState, None]:
+        """Return every storage it names, once each, in the order of naming."""
+        return dict.fromkeys(self.inputs + self.outputs + self.retained + self.attributes)
 
-#: One entry of an iteration: the operation and, for its backward, transient bytes and seconds.
-Record = tuple[OperationState, Phase, int, float | None]
+
+class BackwardRecord:
+    """One run of an operation's backward, for `Recorder.trace`."""
+
+    __slots__ = ("elapsed_s", "operation", "transient_bytes")
+
+    def __init__(
+        self, operation: OperationState, transient_bytes: int, elapsed_s: float | None
+    ) -> None:
+        self.operation = operation
+        self.transient_bytes = transient_bytes
+        self.elapsed_s = elapsed_s
+
+
+#: One entry of an iteration: an operation stands for its forward.
+Record = OperationState | BackwardRecord
 
 
 def described(record: Record, index: int, forward_index: int | None) -> Operation:
     """Turn a record into the public description of an operation."""
-    operation, phase, transient_bytes, elapsed_s = record
-    if phase is Phase.FORWARD:
+    if isinstance(record, OperationState):
         return Operation(
             index,
-            operation.label,
-            phase,
-            inputs=operation.inputs,
-            outputs=operation.outputs,
-            retained=operation.retained,
-            attributes=operation.attributes,
-            transient_bytes=transient_bytes,
-            elapsed_s=elapsed_s,
+            record.label,
+            Phase.FORWARD,
+            inputs=_ids(record.inputs),
+            outputs=_ids(record.outputs),
+            retained=_ids(record.retained),
+            attributes=_ids(record.attributes),
+            transient_bytes=record.transient_bytes,
+            elapsed_s=record.elapsed_s,
         )
+    operation = record.operation
     return Operation(
         index,
         operation.label,
-        phase,
-        inputs=tuple(dict.fromkeys(operation.retained)),
-        attributes=operation.attributes,
-        transient_bytes=transient_bytes,
-        elapsed_s=elapsed_s,
+        Phase.BACKWARD,
+        inputs=tuple(dict.fromkeys(_ids(operation.retained))),
+        attributes=_ids(operation.attributes),
+        transient_bytes=record.transient_bytes,
+        elapsed_s=record.elapsed_s,
         forward_index=forward_index,
     )
+
+
+def _ids(states: tuple[StorageState, ...]) -> tuple[int, ...]:
+    return tuple([state.id for state in states])

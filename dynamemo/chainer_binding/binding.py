@@ -21,20 +21,26 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import chainer
 
 from dynamemo import rules
-from dynamemo.chainer_binding.recording import Recording, attribute_owners
+from dynamemo.chainer_binding import seams
+from dynamemo.chainer_binding.recording import Recording
 from dynamemo.chainer_binding.replay import Replayer
-from dynamemo.chainer_binding.traversal import Frame, forget_arrays
+from dynamemo.chainer_binding.sampling import Sampler
+from dynamemo.chainer_binding.traversal import Frame, bring_in, forget_arrays, needed_by
 from dynamemo.device import Device
-from dynamemo.lazy import VariableSlot, holes_of, names_with_holes, original_class
+from dynamemo.lazy import VariableBox, VariableSlot, original_class
 from dynamemo.manager import MemoryManager
 from dynamemo.parameters import unbox
 from dynamemo.recipe import RECORD, ParameterVersion
+
+_config = chainer.config
+
+#: Free bytes, in multiples of a function's inputs, that it is sure not to exceed.
+_PLENTY = 16
 
 
 class _Hook(chainer.FunctionHook):
@@ -46,10 +52,7 @@ class _Hook(chainer.FunctionHook):
         self._binding = binding
 
     def backward_preprocess(self, function: Any, in_data: Any, out_grad: Any) -> None:
-        caller = sys._getframe(1)
-        self._binding.begin_backward(function, id(caller))
-        if function._n_local_function_hooks == 0 and len(chainer.get_function_hooks()) == 1:
-            forget_arrays(caller)
+        self._binding.begin_backward(function, id(sys._getframe(1)))
 
     def backward_postprocess(self, function: Any, in_data: Any, out_grad: Any) -> None:
         self._binding.end_backward(function)
@@ -61,12 +64,15 @@ class ChainerBinding:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._manager: MemoryManager
-        self._thread_id = threading.get_ident()
+        self._sampler: Sampler
+        #: The thread whose functions are observed.
+        self.thread_id = threading.get_ident()
         self._hook = _Hook(self)
         self._frames: list[Frame] = []
         self._running: list[str] = []
-        self._originals: list[tuple[type, str, Any]] = []
         self._has_warned = False
+        #: Iteration in which something was evicted last; below 0: never.
+        self._short_at = -2
         replayer = Replayer(self._begin, self._end)
         self._recording = Recording(device, replayer)
         #: Applies a function again, for recipes.
@@ -76,20 +82,15 @@ class ChainerBinding:
 
     def attach(self, manager: MemoryManager) -> None:
         """Name the manager that is told; before `enter`."""
-        self._manager = self._recording.manager = manager
+        self._manager = manager
+        self._recording.attach(manager)
+        self._sampler = self._recording.sampler
         manager.look_around = self._look_around
 
     def enter(self) -> None:
         """Put the seams in place."""
-        self._wrap(chainer.FunctionNode, "apply", self._wrapped_apply)
-        self._wrap(chainer.optimizer.UpdateRule, "update", self._wrapped_update)
-        self._wrap(chainer.optimizer.Optimizer, "call_hooks", self._wrapped_call_hooks)
+        seams.enter(self)
         self._hook.__enter__()
-
-    def _wrap(self, cls: type, name: str, make: Callable[[Any], Any]) -> None:
-        original = cls.__dict__[name]
-        self._originals.append((cls, name, original))
-        setattr(cls, name, make(original))
 
     def leave(self) -> None:
         """Undo what `enter` did."""
@@ -97,57 +98,67 @@ class ChainerBinding:
         hooks = chainer.get_function_hooks()
         if hooks.get(self._hook.name) is self._hook:
             del hooks[self._hook.name]
-        for cls, name, original in reversed(self._originals):
-            setattr(cls, name, original)
-        self._originals.clear()
+        seams.leave(self)
 
     def release(self) -> None:
         """Give every parameter, and every variable whose array is there, its plain list back."""
         self._recording.guards.release()
+        boxes: list[VariableBox | None] = [*self._recording.boxes()]
         for storage in self._manager.storages():
-            for slot in storage.slots.values():
-                box = slot.owner if isinstance(slot, VariableSlot) else None
-                owner = None if box is None else box.variable()
-                if owner is not None:
-                    unbox(owner)
+            slots = storage.slots.values()
+            boxes += [slot.owner for slot in slots if isinstance(slot, VariableSlot)]
+        for box in boxes:
+            owner = None if box is None else box.variable()
+            if owner is not None:
+                unbox(owner)
 
     # -- forward -----------------------------------------------------------------------
 
-    def _wrapped_apply(self, original: Any) -> Any:
-        def apply(function: Any, inputs: Any) -> Any:
-            if threading.get_ident() != self._thread_id:
-                return original(function, inputs)
-            return self._apply(original, function, inputs)
-
-        apply.__doc__ = original.__doc__
-        return apply
-
-    def _apply(self, original: Any, function: Any, inputs: Any) -> Any:
+    def apply(self, original: Any, function: Any, inputs: Any) -> Any:
+        """Apply a function, and note what it did."""
         manager = self._manager
         manager.drain()
         if self._frames:
             self._drop_stale_frames()
         if not rules.is_trusted(function):
             self._expose(inputs)
+        if _makes_graph():
+            outputs = self._apply_and_record(original, function, inputs)
+        else:
+            self._begin(original_class(function).__name__)
+            try:
+                outputs = self._apply_or_retry(original, function, inputs)
+            finally:
+                self._end()
+            self._note_loose(outputs)
+        if manager.policy.is_eager:
+            self._evict_all()
+        return outputs
+
+    def _apply_and_record(self, original: Any, function: Any, inputs: Any) -> Any:
         before = dict(function.__dict__)
-        self._begin(original_class(function).__name__)
-        meter = manager.pool.start_meter()
-        started = self._device.start_timer()
+        cls = original_class(function)
+        self._begin(cls.__name__)
+        measurement = self._sampler.start(cls)
         try:
             outputs = self._apply_or_retry(original, function, inputs)
-            timer = self._device.stop_timer(started)
+            if measurement is not None:
+                self._sampler.stop_timer(measurement)
         finally:
             self._end()
-            transient_bytes = manager.pool.stop_meter(meter)
+            if measurement is not None:
+                self._sampler.stop_meter(measurement)
         if function.inputs is not None and not function._is_chainerx_fallback_mode:
-            self._recording.record(function, inputs, outputs, before, timer, transient_bytes)
-        elif outputs and outputs[0]._has_chainerx_array:
+            self._recording.record(function, inputs, outputs, before, measurement)
+        else:
+            self._note_loose(outputs)
+        return outputs
+
+    def _note_loose(self, outputs: Any) -> None:
+        if outputs and outputs[0]._has_chainerx_array:
             self._warn_unmanaged("ChainerX")
         else:
             self._recording.note_loose_outputs(outputs)
-        if manager.policy.is_eager:
-            manager.evict_all()
-        return outputs
 
     def _apply_or_retry(self, original: Any, function: Any, inputs: Any) -> Any:
         """Apply; where memory is in too many pieces, evict all that can be and apply once more.
@@ -156,25 +167,50 @@ class ChainerBinding:
         empty but for what must stay. Only functions that may be applied again get a second time,
         and what the first had changed is put back.
         """
-        if not rules.is_repeatable(function) or rules.noise_attributes(function):
+        traits = rules.traits_of(function)
+        if traits.is_barred or traits.noise or not rules.is_trusted(function):
             return original(function, inputs)
-        effects = [
-            (array, array.copy())
-            for name in rules.side_effect_attributes(function)
-            if (array := function.__dict__.get(name)) is not None
-        ]
+        effects = self._effects(function, inputs) if traits.side_effects else ()
         try:
             return original(function, inputs)
         except MemoryError as error:
             error.__traceback__ = None  # its frames keep the first attempt's arrays
+            if effects is None:
+                raise
         for array, before in effects:
             array[...] = before
         self._clear_arena(inputs)
         return original(function, inputs)
 
+    def _effects(self, function: Any, inputs: Any) -> list[tuple[Any, Any]] | None:
+        """Copy what the function is going to change; None where it cannot fail for memory."""
+        if not self._is_short() and self._has_plenty_for(inputs):
+            return None
+        return [
+            (array, array.copy())
+            for name in rules.side_effect_attributes(function)
+            if (array := function.__dict__.get(name)) is not None
+        ]
+
+    def _is_short(self) -> bool:
+        """Tell whether something was evicted in this iteration or the one before."""
+        return self._manager.recorder.iterations - self._short_at <= 1
+
+    def _has_plenty_for(self, inputs: Any) -> bool:
+        """Tell whether many times the inputs' bytes are free."""
+        nbytes = 0
+        for item in inputs:
+            data = item.__dict__["_data"] if isinstance(item, chainer.Variable) else [item]
+            array = list.__getitem__(data, 0)
+            if array is None:
+                return False
+            nbytes += array.nbytes
+        return self._manager.pool.available_bytes >= _PLENTY * nbytes
+
     def _clear_arena(self, inputs: Any) -> None:
         """Evict all that can be, the function's inputs too: they come back when it reads them."""
         for frame in self._frames:
+            frame.is_released = True
             frame.held.clear()
         for item in inputs:
             data = item.__dict__["_data"] if isinstance(item, chainer.Variable) else None
@@ -182,6 +218,14 @@ class ChainerBinding:
                 storage = self._manager.storage_of(data[0])
                 if storage is not None:
                     self._recording.box(item, storage)
+        self._recording.register_places()
+        self._manager.evict_all()
+
+    def _evict_all(self) -> None:
+        """Evict all that can be, but for what running backwards read."""
+        self._short_at = self._manager.recorder.iterations
+        self._protect_running()
+        self._recording.register_places()
         self._manager.evict_all()
 
     def _begin(self, label: str) -> None:
@@ -212,41 +256,25 @@ class ChainerBinding:
     # -- backward ----------------------------------------------------------------------
 
     def begin_backward(self, function: Any, caller_id: int) -> None:
-        """Bring in what the function's backward needs and hold it."""
+        """Bring in what the function's backward needs."""
         if self._frames:
             self._drop_stale_frames()
-        self._manager.drain()
+        manager = self._manager
+        manager.drain()
         application = function.__dict__.get(RECORD)
         if application is None:
             return
-        frame = Frame(function, application.op_id, caller_id)
-        self._frames.append(frame)
+        self._frames.append(Frame(function, application.op_id, caller_id))
         self._begin(f"{original_class(function).__name__} (backward)")
-        self._manager.recorder.begin_backward(application.op_id)
-        self._make_ready(function, frame.held)
-
-    def _make_ready(self, function: Any, held: list[Any]) -> None:
-        for index in function._input_indexes_to_retain or ():
-            node = function.inputs[index]
-            for hole in holes_of(node, "_data"):
-                hole.restore()
-            held.append(node.__dict__.get("_data"))
-        for owner in attribute_owners(function):
-            held.append(list(owner.__dict__.values()))
-            for name in names_with_holes(owner):
-                held.append(getattr(owner, name))
-        self._make_outputs_ready(function, held)
-
-    def _make_outputs_ready(self, function: Any, held: list[Any]) -> None:
-        for index in function._output_indexes_to_retain or ():
-            node = function.outputs[index]()
-            if node is not None:
-                for hole in holes_of(node, "_data"):
-                    hole.restore()
-                held.append(node.__dict__.get("_data"))
+        manager.recorder.begin_backward(application.op_id)
+        manager.prefetch(application.op_id)
+        if self._short_at >= 0:
+            bring_in(function)
 
     def end_backward(self, function: Any) -> None:
         """Let go of what the function's backward needed."""
+        if RECORD not in function.__dict__:
+            return
         while self._frames:
             frame = self._frames.pop()
             self._end()
@@ -255,20 +283,30 @@ class ChainerBinding:
                 break
         frame = None  # type: ignore[assignment]
         if self._manager.policy.is_eager:
-            self._manager.evict_all()
+            self._evict_all()
 
     def _look_around(self) -> None:
+        """Tell the manager, which is about to evict, of what it could not know."""
+        self._short_at = self._manager.recorder.iterations
+        self._protect_running()
+        self._recording.register_places()
         if not self._frames:
             self._recording.note_lasting()
 
+    def _protect_running(self) -> None:
+        """Hold what running backwards read, and nothing else that backprop happens to hold."""
+        for frame in self._frames:
+            if not frame.is_released:
+                frame.held = needed_by(frame.function)
+        if self._frames and len(chainer.get_function_hooks()) == 1:
+            forget_arrays(self._frames)
+
     def _drop_stale_frames(self) -> None:
-        """Forget backwards that an exception ended: their caller runs no more."""
-        active = set()
-        python_frame: types.FrameType | None = sys._getframe(1)
-        while python_frame is not None:
-            active.add(id(python_frame))
-            python_frame = python_frame.f_back
-        while self._frames and self._frames[-1].caller_id not in active:
+        """Forget backwards that an exception ended: their caller runs no more.
+
+        Where the innermost's runs, all do.
+        """
+        while self._frames and not _is_running(self._frames[-1].caller_id):
             self._frames.pop()
             self._end()
             if not self._frames:
@@ -276,24 +314,9 @@ class ChainerBinding:
 
     # -- parameters --------------------------------------------------------------------
 
-    def _wrapped_update(self, original: Any) -> Any:
-        def update(rule: Any, param: Any) -> Any:
-            self._recording.guards.about_to_change(param)
-            return original(rule, param)
-
-        update.__doc__ = original.__doc__
-        return update
-
-    def _wrapped_call_hooks(self, original: Any) -> Any:
-        def call_hooks(optimizer: Any, timing: str = "pre") -> Any:
-            target = getattr(optimizer, "target", None)
-            if target is not None:
-                for param in target.params():
-                    self._recording.guards.about_to_change(param)
-            return original(optimizer, timing)
-
-        call_hooks.__doc__ = original.__doc__
-        return call_hooks
+    def about_to_change(self, parameter: Any) -> None:
+        """Note that a parameter changes after this, whoever changes it."""
+        self._recording.guards.about_to_change(parameter)
 
     def version_of(self, node: Any, op_id: int) -> ParameterVersion | None:
         """Return the version of a leaf node's parameter that an application saw."""
@@ -301,3 +324,19 @@ class ChainerBinding:
         if not isinstance(owner, chainer.Parameter):
             return None
         return self._recording.guards.version_of(owner, op_id)
+
+
+def _makes_graph() -> bool:
+    """Tell whether functions applied now become part of a graph."""
+    is_wanted = _config._local.__dict__.get("enable_backprop")
+    return bool(_config._global.enable_backprop if is_wanted is None else is_wanted)
+
+
+def _is_running(frame_id: int) -> bool:
+    """Tell whether a Python frame is one that this thread runs."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if id(frame) == frame_id:
+            return True
+        frame = frame.f_back
+    return False

@@ -7,6 +7,7 @@ copy of the function whose side effects are cut off (`dynamemo.rules`).
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,9 @@ CONFIGURATION = (
     "use_ideep",
 )
 
+_NAMES = frozenset(CONFIGURATION)
+_global_values = operator.itemgetter(*CONFIGURATION)
+
 #: Attributes of a function that its copy must not share.
 _NOT_COPIED = frozenset({"inputs", "outputs", "_retained_output_data", "_local_function_hooks"})
 
@@ -49,12 +53,21 @@ class Replayer:
         self._enter = enter
         self._leave = leave
         self._configurations: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._newest: tuple[Any, ...] = ()
 
     def configuration(self) -> tuple[Any, ...]:
         """Return the values of `chainer.config` now; equal ones are one object."""
-        config = configuration.config
-        values = tuple([getattr(config, name) for name in CONFIGURATION])
-        return self._configurations.setdefault(values, values)
+        try:
+            values = _global_values(chainer.global_config.__dict__)
+        except KeyError:  # an entry that was deleted: then the class's own value holds
+            values = tuple([getattr(chainer.global_config, name) for name in CONFIGURATION])
+        local = configuration.config._local.__dict__
+        if not _NAMES.isdisjoint(local):
+            values = tuple(map(local.get, CONFIGURATION, values))
+        if values == self._newest:
+            return self._newest
+        self._newest = self._configurations.setdefault(values, values)
+        return self._newest
 
     def replay(
         self,

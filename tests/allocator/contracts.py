@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from dynamemo.allocator import Block, InternalError, OutOfMemoryError, Pool, Tier, TierStack
+from dynamemo.allocator import (
+    Block,
+    InternalError,
+    OutOfMemoryError,
+    Pool,
+    Ticket,
+    Tier,
+    TierStack,
+)
 
 MIB = 1 << 20
 
@@ -147,29 +157,103 @@ class TierContract(ABC):
     def data(nbytes: int, seed: int = 0) -> bytes:
         return random.Random(seed).randbytes(nbytes)
 
-    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MIB + 13])
+    def stored(self, tier: Tier | TierStack, data: bytes) -> Ticket | None:
+        """Store a value and wait until it is out."""
+        memory = self.to_device(data)
+        ticket = tier.store(memory.address, len(data))
+        if ticket is not None:
+            ticket.written.wait()
+            assert ticket.written.is_done
+        return ticket
+
+    def loaded(self, tier: Tier | TierStack, ticket: Ticket) -> bytes:
+        """Load a value and wait until it is in."""
+        target = self.to_device(bytes(ticket.nbytes))
+        mark = tier.load(ticket, target.address)
+        mark.wait()
+        assert mark.is_done
+        return self.to_bytes(target)
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MIB + 13, 3 * MIB])
     def test_a_value_reads_back_equal_and_again(self, tier: Tier, nbytes: int) -> None:
         data = self.data(nbytes)
-        memory = self.to_device(data)
-        ticket = tier.store(memory.address, nbytes)
+        ticket = self.stored(tier, data)
         assert ticket is not None
         assert (ticket.tier, ticket.nbytes) == (tier, nbytes)
         for _ in range(2):
-            target = self.to_device(bytes(nbytes))
-            tier.load(ticket, target.address)
-            assert self.to_bytes(target) == data
+            assert self.loaded(tier, ticket) == data
         tier.discard(ticket)
+        tier.finish()
+        assert tier.used_bytes == 0
+
+    def test_a_load_that_is_begun_before_the_copy_out_has_ended(self, tier: Tier) -> None:
+        data = self.data(2 * MIB + 5)
+        memory = self.to_device(data)
+        targets = [self.to_device(bytes(len(data))) for _ in range(2)]
+        ticket = tier.store(memory.address, len(data))
+        assert ticket is not None
+        marks = [tier.load(ticket, target.address) for target in targets]
+        assert ticket.last is marks[1]
+        marks[0].hold_compute()
+        assert self.to_bytes(targets[0]) == data
+        marks[1].wait()
+        assert self.to_bytes(targets[1]) == data
+        assert ticket.written.is_done
+
+    def test_a_place_is_given_on_only_when_its_last_copy_has_ended(self, tier: Tier) -> None:
+        """Values are discarded while copies of them are under way, in a full tier."""
+        values = [self.data(MIB + 7, seed) for seed in range(12)]
+        memories = [self.to_device(value) for value in values]
+        targets = [self.to_device(bytes(len(value))) for value in values]
+        marks = []
+        for memory, target, value in zip(memories, targets, values, strict=True):
+            ticket = tier.store(memory.address, len(value))
+            assert ticket is not None
+            marks.append(tier.load(ticket, target.address))
+            tier.discard(ticket)
+            assert tier.used_bytes <= 4 * MIB
+        for mark, target, value in zip(marks, targets, values, strict=True):
+            mark.wait()
+            assert self.to_bytes(target) == value
+        tier.finish()
+        assert tier.used_bytes == 0
+
+    def test_a_value_that_nobody_waits_for_leaves_nothing(self, tier: Tier) -> None:
+        memory = self.to_device(self.data(3 * MIB))
+        ticket = tier.store(memory.address, 3 * MIB)
+        assert ticket is not None
+        tier.discard(ticket)
+        tier.finish()
+        assert tier.used_bytes == 0
+        tier.trim()
+        assert tier.held_bytes == 0
+
+    def test_several_threads_at_once(self, tier: Tier) -> None:
+        def work(number: int) -> list[bool]:
+            draw = random.Random(number)
+            results = []
+            for step in range(10):
+                data = self.data(draw.randrange(1, 400_000), 100 * number + step)
+                ticket = self.stored(tier, data)
+                assert ticket is not None
+                results.append(self.loaded(tier, ticket) == data)
+                tier.discard(ticket)
+            return results
+
+        with ThreadPoolExecutor(4) as threads:
+            assert all(all(results) for results in threads.map(work, range(4)))
+        tier.finish()
         assert tier.used_bytes == 0
 
     def test_a_full_tier_takes_nothing_and_says_so(self, tier: Tier) -> None:
-        memory = self.to_device(self.data(3 * MIB))
-        ticket = tier.store(memory.address, 3 * MIB)
+        ticket = self.stored(tier, self.data(3 * MIB))
         before = tier.statistics()
-        assert tier.store(memory.address, 2 * MIB) is None
-        assert tier.statistics() == before
+        assert self.stored(tier, self.data(2 * MIB)) is None
+        after = replace(tier.statistics(), held_bytes=before.held_bytes)  # an empty slab may go
+        assert after == before
         assert ticket is not None
         tier.discard(ticket)
-        assert tier.store(memory.address, 2 * MIB) is not None
+        assert self.stored(tier, self.data(2 * MIB)) is not None
 
     def test_the_limit_holds_and_nothing_grows(self, tier: Tier) -> None:
         """Case A-06: lengths vary, the bytes held stay bounded, and `trim` gives them back."""
@@ -177,8 +261,7 @@ class TierContract(ABC):
         kept: list[tuple[Any, bytes]] = []
         for step in range(120):
             data = self.data(draw.randrange(1, 700_000), step)
-            memory = self.to_device(data)
-            ticket = tier.store(memory.address, len(data))
+            ticket = self.stored(tier, data)
             if ticket is not None:
                 kept.append((ticket, data))
             if ticket is None or draw.random() < 0.4:
@@ -186,10 +269,9 @@ class TierContract(ABC):
             assert tier.used_bytes <= 4 * MIB
             assert tier.held_bytes <= 4 * MIB
         for ticket, data in kept:
-            target = self.to_device(bytes(len(data)))
-            tier.load(ticket, target.address)
-            assert self.to_bytes(target) == data
+            assert self.loaded(tier, ticket) == data
             tier.discard(ticket)
+        tier.finish()
         tier.trim()
         assert (tier.used_bytes, tier.held_bytes) == (0, 0)
 
@@ -206,6 +288,7 @@ class TierContract(ABC):
         with pytest.raises(InternalError):
             tier.discard(ticket)
         other.close()
+        tier.finish()
 
     def test_a_pool_with_tiers_loses_nothing(self, tmp_path: Any) -> None:
         """A value is always in the pool or in a tier, and reads back equal."""
@@ -223,12 +306,13 @@ class TierContract(ABC):
                 victim = draw.choice(sorted(resident))
                 ticket = stack.store(resident[victim].address, len(values[victim]))
                 if ticket is not None:
+                    ticket.written.hold_compute()
                     del resident[victim]
                     stored[victim] = ticket
             if stored and draw.random() < 0.3:
                 back = draw.choice(sorted(stored))
                 resident[back] = self.to_device(bytes(len(values[back])))
-                stack.load(stored[back], resident[back].address)
+                stack.load(stored[back], resident[back].address).hold_compute()
                 stack.discard(stored.pop(back))
             assert resident.keys() | stored.keys() == values.keys()
             assert not resident.keys() & stored.keys()
@@ -236,12 +320,11 @@ class TierContract(ABC):
             assert self.to_bytes(memory) == values[number]
         assert {ticket.tier for ticket in stored.values()} == set(stack.tiers)
         for number, ticket in stored.items():
-            target = self.to_device(bytes(ticket.nbytes))
-            stack.load(ticket, target.address)
-            assert self.to_bytes(target) == values[number]
+            assert self.loaded(stack, ticket) == values[number]
         assert [s.tickets for s in stack.statistics()] == [
             sum(t.tier is tier for t in stored.values()) for tier in stack.tiers
         ]
+        stack.finish()
         stack.trim()
         stack.close()
         assert stack.used_bytes == 0

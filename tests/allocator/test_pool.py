@@ -7,9 +7,13 @@ import copy
 import gc
 import os
 import pickle
+import random
+import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,6 +41,29 @@ class TestHostPool(PoolContract):
 
 class Outside:
     counted_bytes = 0
+
+
+_POOL_FILES = ("allocator/pool.py", "allocator/pool_core.py", "allocator/heap.py")
+
+
+@contextlib.contextmanager
+def interrupted_at(step: int) -> Iterator[None]:
+    """Raise `KeyboardInterrupt` where CPython would: on entering a function, or after a C call."""
+    left = step
+
+    def on_event(frame: Any, event: str, argument: Any) -> None:
+        nonlocal left
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.endswith(_POOL_FILES):
+            return
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    sys.setprofile(on_event)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -111,10 +138,76 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.settle()
         self.pool._state = 2
         self.pool._heap._free_at.clear()
-        self.pool._heap.used_bytes = 7
+        self.pool._heap.used_bytes = self.pool._used_bytes = 7
+        for parked in (self.pool._parked_low, self.pool._parked_high):
+            parked.setdefault(512, []).extend([self.pool.address, self.pool.address])
+
+    @rule(low_area_granules=st.integers(0, 64), data=st.data())
+    def widen_low_area(self, low_area_granules: int, data: st.DataObject) -> None:
+        self.pool.low_area_bytes = low_area_granules * 512
+        self.pool.small_block_bytes = data.draw(st.integers(0, 4)) * 512
+        self.pool.default_end = data.draw(st.sampled_from(End))
+
+    @rule(
+        requested_bytes=st.integers(0, 6 * 512),
+        end=st.none() | st.sampled_from(End),
+        is_freed=st.booleans(),
+        step=st.integers(1, 60),
+    )
+    def interrupt(self, requested_bytes: int, end: End | None, is_freed: bool, step: int) -> None:
+        """An interrupt comes in after `step` calls, in a request and a free of one block or two."""
+        held: list[Block] = []
+        freed = self.live.pop() if is_freed and self.live else None
+        if freed is not None:
+            self.evictor.costs.pop(freed.offset, None)
+        known = set(self.pool.blocks())
+        reclaimer, self.pool.reclaimer = self.pool.reclaimer, None
+        with interrupted_at(step), contextlib.suppress(KeyboardInterrupt, OutOfMemoryError):
+            if freed is not None:
+                self.pool.free(freed)
+            held.append(self.pool.allocate(requested_bytes, end=end))
+            self.pool.free_later(held[0])
+            self.pool.settle()
+        self.pool.reclaimer = reclaimer
+        if freed is not None and self.pool.block_at(freed.address) is freed:
+            self.pool.free(freed)
+        for block in held:
+            self.pool.free_later(block)
+        assert set(self.pool.blocks()) <= known - {freed}
+
+    @invariant()
+    def parked_addresses_are_nobodys(self) -> None:
+        if not hasattr(self, "pool") or self.pool._state:
+            return
+        self.pool.settle()
+        spans = [(b.address, b.address + b.block_bytes) for b in self.pool._blocks.values()]
+        for parked in (self.pool._parked_low, self.pool._parked_high):
+            for block_bytes, addresses in parked.items():
+                spans += [(address, address + block_bytes) for address in addresses]
+        spans.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+    @rule()
+    def check_thoroughly(self) -> None:
+        """Which unparks all; after other rules much stays parked."""
+        self.pool.validate()
+
+    @rule()
+    def look(self) -> None:
+        figures = self.pool.statistics()
+        assert figures.requested_bytes == sum(b.requested_bytes for b in self.live)
+        assert figures.live_blocks == figures.allocations - figures.frees
 
     @invariant()
     def accounts_are_exact(self) -> None:
+        if not hasattr(self, "pool") or self.pool._state:  # torn: the next rule is to meet it so
+            return
+        current_bytes = self.pool.current_bytes
+        assert current_bytes == sum(b.block_bytes for b in self.live)
+        elsewhere_bytes = self.reserved_bytes + self.pool.outside_bytes
+        assert current_bytes + elsewhere_bytes <= self.budget_bytes
+
+    def teardown(self) -> None:
         if not hasattr(self, "pool"):
             return
         self.pool.validate()
@@ -162,6 +255,108 @@ def test_garbage_is_left_alone_where_the_collector_is_off() -> None:
     finally:
         gc.enable()
     gc.collect()
+
+
+def test_old_garbage_is_left_alone_where_the_caller_tries_again() -> None:
+    pool = Pool(HostArena(MIB))
+    holder: Any = Finalizer(partial(pool.free_later, pool.allocate(MIB // 2)))
+    holder.self = holder
+    gc.collect()  # it is old now
+    del holder
+    with pool.retrying():
+        with pool.retrying(), pytest.raises(OutOfMemoryError):
+            pool.allocate(MIB)
+        with pytest.raises(OutOfMemoryError):
+            pool.allocate(MIB)
+    assert pool.allocate(MIB).block_bytes == MIB
+
+
+def test_young_garbage_is_collected_all_the_same() -> None:
+    pool = Pool(HostArena(MIB))
+    with pool.retrying():
+        holder: Any = Finalizer(partial(pool.free_later, pool.allocate(MIB // 2)))
+        holder.self = holder
+        del holder
+        assert pool.allocate(MIB).block_bytes == MIB
+
+
+def test_another_thread_promises_nothing() -> None:
+    pool = Pool(HostArena(MIB))
+    holder: Any = Finalizer(partial(pool.free_later, pool.allocate(MIB // 2)))
+    holder.self = holder
+    gc.collect()
+    del holder
+    blocks: list[Block] = []
+    thread = threading.Thread(target=lambda: blocks.append(pool.allocate(MIB)))
+    with pool.retrying():
+        thread.start()
+        thread.join()
+    assert len(blocks) == 1
+
+
+def test_the_same_length_gets_the_same_bytes_and_another_block() -> None:
+    """A late or second free of the first block does nothing to the second."""
+    pool = Pool(HostArena(MIB))
+    first = pool.allocate(1000)
+    pool.allocate(512)
+    pool.free(first)
+    second = pool.allocate(900)
+    assert second is not first
+    assert second.address == first.address
+    pool.free_later(first)
+    with pytest.raises(InternalError):
+        pool.free(first)
+    assert pool.live_blocks == 2
+    assert pool.block_at(second.address) is second
+    pool.validate()
+
+
+def test_parked_memory_stays_at_its_end_and_above_the_low_area() -> None:
+    pool = Pool(HostArena(MIB))
+    low, high = pool.allocate(1000), pool.allocate(1000, end=End.HIGH)
+    pool.free(low)
+    pool.free(high)
+    assert pool.allocate(1000, end=End.HIGH).offset == MIB - 1024
+    assert pool.allocate(1000).offset == 0
+    upper, lower = pool.allocate(2000, end=End.HIGH), pool.allocate(2000, end=End.HIGH)
+    pool.free(upper)
+    pool.free(lower)
+    pool.low_area_bytes = lower.offset + 512
+    assert pool.allocate(2000, end=End.HIGH).address == upper.address
+    assert pool.allocate(2000, end=End.HIGH).address == lower.address  # rather than nowhere
+    pool.validate()
+
+
+def test_a_freed_block_leaves_its_owner() -> None:
+    pool = Pool(HostArena(MIB))
+    block = pool.allocate(1000)
+    block.owner = Finalizer(partial(pool.free_later, block))
+    pool.free(block)
+    assert block.owner is None
+    assert pool.live_blocks == 0
+
+
+def test_many_blocks_of_ever_new_lengths() -> None:
+    """Lengths that never return neither pile up nor spread over memory (case A-10)."""
+    pool = Pool(HostArena(1 << 30))
+    draw = random.Random(0)
+    live: list[Block] = []
+    highest = 0
+    for _ in range(20_000):
+        live.append(pool.allocate(draw.randrange(1, 200_000)))
+        highest = max(highest, live[-1].offset + live[-1].block_bytes)
+        if len(live) > 300:
+            pool.free(live.pop(draw.randrange(len(live))))
+    assert len(pool._parked_low) < 1000
+    assert highest < 1.2 * pool.statistics().peak_bytes + (16 << 20)
+    pool.validate()
+
+
+def test_a_parked_length_is_free_for_others_before_new_memory_is_touched() -> None:
+    pool = Pool(HostArena(1 << 30))
+    for length in range(1, 33):
+        pool.free(pool.allocate(length * MIB))
+    assert pool.allocate(40 * MIB).offset == 0
 
 
 def test_a_reclaimer_may_allocate_but_not_recurse() -> None:
@@ -249,6 +444,22 @@ def test_reservations_may_lie_beyond_the_arena() -> None:
     pool.validate()
 
 
+def test_what_an_interrupt_tore_is_mended_before_the_account_is_read() -> None:
+    pool = Pool(HostArena(MIB))
+    pool.allocate(MIB // 2)
+    for look in (
+        lambda: pool.current_bytes,
+        lambda: pool.capacity_bytes - pool.available_bytes,
+        lambda: pool.start_meter()[1],
+    ):
+        pool._state, pool._used_bytes = 2, 7
+        assert look() == MIB // 2
+    for count in (pool.reserve, partial(pool.take_outside, Outside())):
+        pool._state, pool._used_bytes = 2, 7
+        with pytest.raises(OutOfMemoryError):
+            count(MIB // 2 + 1)
+
+
 def test_use_in_the_middle_of_the_pools_own_work() -> None:
     pool = Pool(HostArena(MIB))
     block = pool.allocate(100)
@@ -310,6 +521,42 @@ def test_threads_share_a_pool() -> None:
     assert not failures
     pool.validate()
     assert pool.live_blocks == 0
+
+
+def test_threads_never_get_the_same_bytes() -> None:
+    """The path without the lock, with switches between threads as often as can be."""
+    pool = Pool(HostArena(MIB))
+    owners: dict[int, int] = {}
+    failures: list[object] = []
+
+    def work(me: int) -> None:
+        try:
+            for step in range(3000):
+                block = pool.allocate(1000 if step % 2 else 512)
+                if owners.setdefault(block.address, me) != me:
+                    failures.append(block)
+                block.owner = Finalizer(partial(owners.get, 0)) if step % 5 == 0 else None
+                if step % 701 == 0:
+                    pool.coalesce()
+                del owners[block.address]
+                pool.free_later(block)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
+    pool.validate()
+    figures = pool.statistics()
+    assert (figures.live_blocks, figures.allocations, figures.frees) == (0, 18_000, 18_000)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

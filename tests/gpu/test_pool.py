@@ -82,9 +82,9 @@ def test_streams_that_are_gone_are_waited_for(cupy: Any) -> None:
 
 
 def test_pinned_slabs(cupy: Any) -> None:
-    from dynamemo.allocator import cupy_memory
+    from dynamemo.allocator import cupy_copier
 
-    slab = cupy_memory.PinnedSlabs()(MIB)
+    slab = cupy_copier.PinnedSlabs()(MIB)
     assert slab.capacity_bytes == MIB
     assert slab.address % 512 == 0
     slab.close()

@@ -236,6 +236,7 @@ def _finish(ending: str, net: Any, optimizer: Any, last: Any, other: Any, losses
 def _backward_if_possible(loss: Any, losses: list[Any]) -> None:
     try:
         loss.backward()
-    except RuntimeError as error:
-        # Chainer's own refusal for old-style functions, equal in both runs.
+    except (AttributeError, RuntimeError) as error:
+        # Chainer's own refusal for old-style functions, and its own fault in the second gradient of
+        # a maximum; equal in both runs.
         losses.append(str(error).splitlines()[0].encode())
