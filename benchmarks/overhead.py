@@ -32,6 +32,7 @@ import dynamemo
 import dynamemo.runtime
 from benchmarks.environment import describe
 from dynamemo.allocator import Block, Pool
+from dynamemo.allocator.block import BLOCK_SLOTS
 from dynamemo.device import HostDevice
 from dynamemo.storage import View
 
@@ -43,10 +44,10 @@ BLOCK_FUNCTIONS = 6
 BUDGET = 1 << 30
 
 
-class _Watch(weakref.ref[Any]):
-    """Notices the death of an array, as the memory of a GPU's array is watched."""
+class _WatchedBlock(Block, weakref.ref[Any]):
+    """Notices the death of its array, as a GPU's block notices that of its memory."""
 
-    __slots__ = ("key",)
+    __slots__ = (*BLOCK_SLOTS, "key")
     key: int
 
 
@@ -60,7 +61,7 @@ class _LightDevice(HostDevice):
     def __init__(self) -> None:
         super().__init__()
         self._blocks: dict[int, Block] = {}
-        self._free = self._free  # bound once
+        self._note_death = self._free  # bound once
 
     def make_pool(self, budget_bytes: int) -> Pool:
         self._pool = super().make_pool(budget_bytes)
@@ -80,14 +81,16 @@ class _LightDevice(HostDevice):
         return self._take(array) if block is None else block
 
     def _take(self, root: Any) -> Block:
-        block = self._blocks[id(root)] = self._pool.allocate(root.nbytes)
-        watch = _Watch(root, self._free)
-        watch.key = id(root)
-        block.handle = watch
+        block = _WatchedBlock(root, self._note_death)
+        block.address = 0
+        block.key = id(root)
+        self._pool.place(block, root.nbytes, None, 0)
+        self._blocks[block.key] = block
         return block
 
-    def _free(self, watch: Any) -> None:
-        self._pool.late.append(self._blocks.pop(watch.key))
+    def _free(self, block: Any) -> None:
+        del self._blocks[block.key]
+        self._pool.late.append(block)
 
     def view_of(self, array: Any, block: Block) -> View:
         return View(0, array.shape, array.dtype, array.strides)

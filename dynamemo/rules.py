@@ -71,12 +71,17 @@ _MOST_CLASSES = 4096
 class Traits:
     """What is known of a class of functions."""
 
+    #: The class's own name, and what its backward is called in messages.
+    label: str
+    backward_label: str
     #: Known not to write into its inputs; of an adapter the function inside it decides.
     is_trusted: bool
     #: Chainer's adapter of an old-style function.
     is_adapter: bool
     #: Named among the functions that must not be applied again.
     is_barred: bool
+    #: Applying it a second time right away gives what the first time would have given.
+    has_second_try: bool
     noise: tuple[str, ...]
     side_effects: tuple[str, ...]
     is_checkpoint: bool
@@ -93,9 +98,12 @@ def _traits(cls: type) -> Traits:
     cls = class_behind(cls)
     name = cls.__name__
     return Traits(
+        label=name,
+        backward_label=f"{name} (backward)",
         is_trusted=cls in _registered or cls.__module__.startswith("chainer."),
         is_adapter=name == "FunctionAdapter",
         is_barred=name in NOT_REPEATABLE,
+        has_second_try=name not in NOT_REPEATABLE and name not in NOISE,
         noise=NOISE.get(name, ()),
         side_effects=SIDE_EFFECTS.get(name, ()),
         is_checkpoint=name in CHECKPOINTS,

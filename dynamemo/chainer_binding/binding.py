@@ -21,6 +21,7 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import chainer
@@ -41,6 +42,10 @@ _config = chainer.config
 
 #: Free bytes, in multiples of a function's inputs, that it is sure not to exceed.
 _PLENTY = 16
+
+
+#: Applies a function: (FunctionNode.apply as it was, function, inputs, what is known of it).
+_Run = Callable[[Any, Any, Any, rules.Traits], Any]
 
 
 class _Hook(chainer.FunctionHook):
@@ -116,32 +121,37 @@ class ChainerBinding:
 
     def apply(self, original: Any, function: Any, inputs: Any) -> Any:
         """Apply a function, and note what it did."""
-        manager = self._manager
-        manager.drain()
+        traits = rules.traits_of(function)
+        is_trusted = rules.is_trusted(function) if traits.is_adapter else traits.is_trusted
+        self._manager.drain()
         if self._frames:
             self._drop_stale_frames()
-        if not rules.is_trusted(function):
+        if not is_trusted:
             self._expose(inputs)
+        run = self._apply_or_retry if is_trusted and traits.has_second_try else _apply_once
         if _makes_graph():
-            outputs = self._apply_and_record(original, function, inputs)
+            outputs = self._apply_and_record(run, original, function, inputs, traits)
         else:
-            self._begin(original_class(function).__name__)
+            self._begin(traits.label)
             try:
-                outputs = self._apply_or_retry(original, function, inputs)
+                outputs = run(original, function, inputs, traits)
             finally:
                 self._end()
             self._note_loose(outputs)
-        if manager.policy.is_eager:
+        if self._manager.policy.is_eager:
             self._evict_all()
         return outputs
 
-    def _apply_and_record(self, original: Any, function: Any, inputs: Any) -> Any:
+    def _apply_and_record(
+        self, run: _Run, original: Any, function: Any, inputs: Any, traits: rules.Traits
+    ) -> Any:
+        self._manager.drain()
         before = dict(function.__dict__)
         cls = original_class(function)
-        self._begin(cls.__name__)
+        self._begin(traits.label)
         measurement = self._sampler.start(cls)
         try:
-            outputs = self._apply_or_retry(original, function, inputs)
+            outputs = run(original, function, inputs, traits)
             if measurement is not None:
                 self._sampler.stop_timer(measurement)
         finally:
@@ -160,16 +170,15 @@ class ChainerBinding:
         else:
             self._recording.note_loose_outputs(outputs)
 
-    def _apply_or_retry(self, original: Any, function: Any, inputs: Any) -> Any:
+    def _apply_or_retry(
+        self, original: Any, function: Any, inputs: Any, traits: rules.Traits
+    ) -> Any:
         """Apply; where memory is in too many pieces, evict all that can be and apply once more.
 
         What a function holds while it runs cannot move. The second time it meets an arena that is
         empty but for what must stay. Only functions that may be applied again get a second time,
         and what the first had changed is put back.
         """
-        traits = rules.traits_of(function)
-        if traits.is_barred or traits.noise or not rules.is_trusted(function):
-            return original(function, inputs)
         effects = self._effects(function, inputs) if traits.side_effects else ()
         try:
             return original(function, inputs)
@@ -211,7 +220,7 @@ class ChainerBinding:
         """Evict all that can be, the function's inputs too: they come back when it reads them."""
         for frame in self._frames:
             frame.is_released = True
-            frame.held.clear()
+            frame.held = ()
         for item in inputs:
             data = item.__dict__["_data"] if isinstance(item, chainer.Variable) else None
             if type(data) is list and self._device.owns(data[0]):
@@ -265,7 +274,7 @@ class ChainerBinding:
         if application is None:
             return
         self._frames.append(Frame(function, application.op_id, caller_id))
-        self._begin(f"{original_class(function).__name__} (backward)")
+        self._begin(rules.traits_of(function).backward_label)
         manager.recorder.begin_backward(application.op_id)
         manager.prefetch(application.op_id)
         if self._short_at >= 0:
@@ -288,6 +297,7 @@ class ChainerBinding:
     def _look_around(self) -> None:
         """Tell the manager, which is about to evict, of what it could not know."""
         self._short_at = self._manager.recorder.iterations
+        self._sampler.settle()
         self._protect_running()
         self._recording.register_places()
         if not self._frames:
@@ -324,6 +334,10 @@ class ChainerBinding:
         if not isinstance(owner, chainer.Parameter):
             return None
         return self._recording.guards.version_of(owner, op_id)
+
+
+def _apply_once(original: Any, function: Any, inputs: Any, traits: rules.Traits) -> Any:
+    return original(function, inputs)
 
 
 def _makes_graph() -> bool:

@@ -1,7 +1,7 @@
 """Read what an application of a function left behind, and tell the manager.
 
 Which arrays the function made, which its backward will read, which are its own attributes, which
-belong to parameters; each with the places that refer to it.
+belong to parameters. The places that refer to them are `places`' matter.
 
 What it does not cover: ChainerX and iDeep arrays, arrays in lists that an attribute holds.
 """
@@ -9,26 +9,24 @@ What it does not cover: ChainerX and iDeep arrays, arrays in lists that an attri
 from __future__ import annotations
 
 import math
-import sys
-import weakref
 from typing import Any
 
 import chainer
 
 from dynamemo import rules
+from dynamemo.chainer_binding.places import GRAPH_ATTRIBUTES, PLAIN, Places, attribute_owners
 from dynamemo.chainer_binding.replay import Replayer
 from dynamemo.chainer_binding.sampling import Measurement, Sampler
 from dynamemo.device import Device
 from dynamemo.graph import StorageKind
 from dynamemo.lazy import (
-    AttributeSlot,
     VariableBox,
     VariableSlot,
     can_have_holes,
     data_of,
     original_class,
 )
-from dynamemo.manager import MIN_BYTES, MemoryManager
+from dynamemo.manager import MemoryManager
 from dynamemo.parameters import ParameterGuards
 from dynamemo.recipe import RECORD, Application, ParameterVersion, Signature
 from dynamemo.storage import Array, Producer, Storage, View
@@ -39,40 +37,12 @@ _Made = tuple[Storage, Array, "int | None", "str | None"]
 #: Signatures known at once.
 MAX_SIGNATURES = 65_536
 
-#: Dead references that a list may hold before it is looked through.
-_LEAST_LIMIT = 1024
 
-#: Types of attributes that are no arrays and hold none, looked at first.
-_PLAIN = frozenset({type(None), bool, int, float, str, list, dict, type(len)})
-
-#: Attributes of a FunctionNode that are the graph's and not the function's own.
-_GRAPH_ATTRIBUTES = frozenset(
-    {
-        RECORD,
-        "inputs",
-        "outputs",
-        "rank",
-        "stack",
-        "lazy_grad_sum",
-        "_input_indexes_to_retain",
-        "_output_indexes_to_retain",
-        "_input_layouts",
-        "_output_layouts",
-        "_output_count",
-        "_local_function_hooks",
-        "_retained_output_data",
-        "_function",
-        "_weak_function",
-    }
-)
-
-
-class Recording:
+class Recording(Places):
     """Tell the manager what functions did.
 
     Storages, who made them and what the coming backward reads are noted at once. The places that
-    refer to arrays matter only to evictions, and most programs have none: they are found again by
-    `register_places`, from the functions themselves.
+    refer to arrays are found when they matter (`Places`).
 
     Parameters
     ----------
@@ -83,7 +53,7 @@ class Recording:
     """
 
     def __init__(self, device: Device, replayer: Replayer) -> None:
-        self.manager: MemoryManager
+        super().__init__(device)
         self.sampler: Sampler
         self.guards = ParameterGuards(
             device,
@@ -93,28 +63,14 @@ class Recording:
         )
         #: Id of the newest application.
         self.last_op_id = 0
-        self._device = device
-        self._owns = device.owns
-        self._block_of = device.block_of
         self._replayer = replayer
         self._views = _Shared()
         self._signatures: dict[tuple[Any, ...], Signature] = {}
-        #: What has places that the manager was not told of yet: boxes of outputs, functions, and
-        #: variables without a graph.
-        self._boxes = WeakList()
-        self._functions = WeakList()
-        self._loose = WeakList()
 
     def attach(self, manager: MemoryManager) -> None:
         """Name the manager that is told."""
-        self.manager = manager
-        #: Arrays that are shorter are never evicted, so only values that others are made from are
-        #: followed: parameters' and functions' own small arrays are not.
-        self._least_bytes = 1 if manager.policy.is_eager else MIN_BYTES
-        self._adopt_block = manager.adopt_block
-        # Bound once: they are kept by every application and box.
-        self._forget_operation = manager.forget_operation
-        self._expose = manager.expose
+        super().attach(manager)
+        self._forget_operation = manager.forget_operation  # bound once, for all applications
         self.sampler = Sampler(self._device, manager.pool, manager.costs)
 
     def record(
@@ -159,7 +115,7 @@ class Recording:
         )
         if made:
             self._note_made(function, made, op_id)
-        self._functions.append(function)
+        self.note_function(function)
         manager.ran_forward(op_id, signature, [entry[0] for entry in made])
 
     def _note_made(self, function: Any, made: list[_Made], op_id: int) -> None:
@@ -193,108 +149,16 @@ class Recording:
             signature = self._signatures[key] = Signature(key, nbytes)
         return signature
 
-    def note_loose_outputs(self, outputs: Any) -> None:
-        """Have outputs without a graph managed too: backward's gradients wait in variables.
-
-        Nothing can be rebuilt from a gradient, so who reads it does not matter, and it is enough to
-        find it when memory is short. Of an array that is managed already every reader is watched.
-        """
-        for output in outputs:
-            array = output._data[0]
-            block = self._block_of(array) if self._owns(array) else None
-            if block is None:
-                continue
-            if block.owner is None:
-                self._loose.append(output)
-                continue
-            storage = self._adopt_block(block, StorageKind.GRADIENT)
-            if storage is not None:
-                self.box(output, storage)
-
-    # -- places ------------------------------------------------------------------------
-
-    def register_places(self) -> None:
-        """Tell the manager of all places that refer to arrays it knows."""
-        self.sampler.settle()
-        for box in self._boxes.take():
-            storage = box.subject
-            if type(storage) is not Storage or box.hole is not None:
-                continue
-            if self.manager.storage_of(box.peek()) is storage:
-                storage.add_slot(VariableSlot(box))
-                self._register_node(box.variable())
-        for function in self._functions.take():
-            self._register_function(function)
-        for variable in self._loose.take():
-            self._register_loose(variable)
-
-    def _register_function(self, function: Any) -> None:
-        nodes = list(function.inputs or ())  # None: the graph was cut there
-        nodes += [node for ref in function.outputs or () if (node := ref()) is not None]
-        for node in nodes:
-            self._register(node, "_data", None, data_of(node))
-        if can_have_holes(function):
-            retained = function.__dict__.get("_retained_output_data") or ()
-            for position, array in enumerate(retained):
-                self._register(function, "_retained_output_data", position, array)
-        for owner in attribute_owners(function):
-            for name, value in list(owner.__dict__.items()):
-                if name in _GRAPH_ATTRIBUTES:
-                    continue
-                if type(value) is tuple:
-                    for position, array in enumerate(value):
-                        self._register(owner, name, position, array)
-                else:
-                    self._register(owner, name, None, value)
-
-    def _register_node(self, variable: Any) -> None:
-        """Register the array that a variable's node retains: it outlives the functions."""
-        node = None if variable is None else variable.__dict__.get("_node")
-        if node is not None:
-            self._register(node, "_data", None, data_of(node))
-
-    def _register(self, owner: Any, name: str, index: Any, array: Any) -> None:
-        if type(array) in _PLAIN or not self._owns(array):
-            return
-        storage = self.manager.storage_of(array)
-        if storage is not None:
-            storage.add_slot(AttributeSlot(owner, name, index))
-
-    def _register_loose(self, variable: Any) -> None:
-        data = variable.__dict__.get("_data")
-        # More references than the variable's, the name's and the argument's: a copy shares the list
-        # and has to go on sharing it.
-        if type(data) is not list or sys.getrefcount(data) > 3 or not self._owns(data[0]):
-            return
-        storage = self.manager.adopt(data[0], StorageKind.GRADIENT)
-        if storage is not None:
-            variable.__dict__["_data"] = box = self._box(variable, data[0], storage)
-            storage.add_slot(VariableSlot(box))
-
-    def box(self, output: Any, storage: Storage) -> None:
-        """Put a variable's array into a box, a place of the storage."""
-        data = output._data
-        if type(data) is not VariableBox:
-            data = output._data = self._box(output, data[0], storage)
-        self._boxes.append(data)
-
-    def _box(self, output: Any, array: Array, storage: Storage) -> VariableBox:
-        return VariableBox(array, storage, self._expose, output)
-
-    def boxes(self) -> list[VariableBox]:
-        """Return the boxes that are not registered yet, and register none."""
-        return self._boxes.take()
-
     def note_lasting(self) -> None:
         """Let gradients and optimizer state of parameters be copied out between two uses."""
         for parameter in self.guards.parameters():
             self._register_node(parameter)
-            self._note_place(parameter, "_grad", None, parameter.__dict__.get("_grad"))
+            self.note_place(parameter, "_grad", None, parameter.__dict__.get("_grad"))
             rule = parameter.__dict__.get("update_rule")
             state = None if rule is None else rule.__dict__.get("_state")
             if type(state) is dict:
                 for key, array in state.items():
-                    self._note_place(rule, "_state", key, array)
+                    self.note_place(rule, "_state", key, array)
 
     def preserve(self, version: ParameterVersion) -> None:
         """Give a version a copy of its own, and have that managed."""
@@ -304,20 +168,6 @@ class Recording:
         if storage is not None:
             storage.is_leaf = True
         self.share(version)
-
-    def share(self, version: ParameterVersion) -> None:
-        """Register a version as one more place of its array."""
-        storage = self.manager.storage_of(version.array)
-        if storage is not None:
-            storage.add_slot(AttributeSlot(version, "array"))
-
-    def _note_place(self, owner: Any, name: str, index: Any, array: Any) -> None:
-        if array is not None and self._owns(array) and array.nbytes >= self._least_bytes:
-            storage = self.manager.adopt(array, StorageKind.WORKSPACE)
-            if storage is not None:
-                storage.add_slot(AttributeSlot(owner, name, index))
-
-    # -- one application ---------------------------------------------------------------
 
     def _note_outputs(
         self, function: Any, outputs: Any, made: list[_Made], inputs: Any
@@ -430,7 +280,7 @@ class Recording:
         owns = self._owns
         for owner in attribute_owners(function):
             for name, value in list(owner.__dict__.items()):
-                if type(value) in _PLAIN or name in _GRAPH_ATTRIBUTES:
+                if type(value) in PLAIN or name in GRAPH_ATTRIBUTES:
                     continue
                 is_tuple = type(value) is tuple
                 arrays = [item for item in value if owns(item)] if is_tuple else [value]
@@ -454,14 +304,6 @@ class Recording:
         return ids, tuple(given)
 
 
-def attribute_owners(function: Any) -> tuple[Any, ...]:
-    """Return the objects whose attributes are a function's: itself and an old-style inner one."""
-    inner = function.__dict__.get("_function")
-    if inner is None:
-        return (function,) if can_have_holes(function) else ()
-    return tuple([owner for owner in (function, inner) if can_have_holes(owner)])
-
-
 class _Shared:
     """Views that are alike are one object: fewer for the cycle collector to look at."""
 
@@ -480,25 +322,3 @@ class _Shared:
                 known.clear()
             first = known[key] = view
         return first
-
-
-class WeakList:
-    """Objects in the order they were given, each as long as somebody else keeps it."""
-
-    __slots__ = ("_limit", "_references")
-
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[Any]] = []
-        self._limit = _LEAST_LIMIT
-
-    def append(self, item: Any) -> None:
-        """Add an object."""
-        self._references.append(weakref.ref(item))
-        if len(self._references) > self._limit:
-            self._references = [r for r in self._references if r() is not None]
-            self._limit = max(_LEAST_LIMIT, 2 * len(self._references))
-
-    def take(self) -> list[Any]:
-        """Return the objects that are alive and forget all."""
-        references, self._references = self._references, []
-        return [item for reference in references if (item := reference()) is not None]

@@ -36,7 +36,7 @@ class Frame:
         #: Identity of the Python frame of the traversal that runs it.
         self.caller_id = caller_id
         #: References that keep from eviction what the backward reads.
-        self.held: list[Any] = []
+        self.held: list[Any] | tuple[()] = ()
         #: Memory is so short that nothing is held any more.
         self.is_released = False
         #: The traversal's lists were emptied.

@@ -160,9 +160,10 @@ class TestA05NoGrowth:
             assert runtime.statistics().dropped_bytes + runtime.statistics().offloaded_bytes > 0
         nodes = {n for n, _, _ in figures[10:]}
         assert len(nodes) == 1
-        tenth, last = figures[10], figures[-1]
-        assert last[1] <= tenth[1] * 1.01
-        assert last[2] <= tenth[2] * 1.01
+        # Which parameters are away just then depends on measured times: the highest of some steps.
+        early, late = figures[5:15], figures[-10:]
+        assert max(n for _, n, _ in late) <= max(n for _, n, _ in early) * 1.01
+        assert max(n for _, _, n in late) <= max(n for _, _, n in early) * 1.01
 
     @pytest.mark.parametrize("policy", ["torture", "cost-aware"])
     def test_an_array_that_nobody_retains_dies_with_its_variable(self, policy):
