@@ -150,15 +150,19 @@ def train(iterations=4):
     return fingerprint([model], [optimizer], losses)
 
 
-#: Part of the peak that is there: values leave early, come back ahead of need, and are given up.
-SHARE = 0.7
+#: Parts of the peak that are there: values leave early, come back ahead of need, and are given up;
+#: which of it happens depends on how blocks lie.
+SHARES = (0.8, 0.65, 0.5)
 
 
 def races_of(policy="offload", seed=None):
     _, figures = run_within(train, PLENTY, policy="none")
-    device = checked_device(seed)
-    run_watched(train, device, int(figures.peak_bytes * SHARE), policy=policy)
-    return device.checker.races
+    races = []
+    for share in SHARES:
+        device = checked_device(seed)
+        run_watched(train, device, int(figures.peak_bytes * share), policy=policy)
+        races += device.checker.races
+    return races
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

@@ -107,6 +107,7 @@ def test_nothing_that_was_prefetched_is_given_up_again():
 
 begins_late = pytest.mark.xfail(
     raises=AssertionError,
+    strict=False,  # how blocks lie differs a little between runs
     reason="no room is made for copies ahead of need: the first of a backward begin late",
 )
 
