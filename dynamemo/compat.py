@@ -2,11 +2,13 @@
 
 Covers the names that Chainer misses: ``numpy.sctypes``, ``numpy.float``,
 ``numpy.distutils.system_info`` and ``pkg_resources``; and Python integers that NumPy 2 no longer
-wraps. What CuPy 14 breaks is mended in `dynamemo.compat_cupy`, through the same seam.
+wraps. What CuPy 14 breaks is mended in `dynamemo.compat_cupy`, and what it no longer has is brought
+in `dynamemo.compat_cudnn`, through the same seam.
 Does not import Chainer, and changes no file of it.
 
 1. Only Chainer's own modules see a stand-in. ``numpy``, ``sys.modules`` and the built-ins gain
-   nothing, so no other code can come to rely on one.
+   nothing, so no other code can come to rely on one. (CuPy gains the two modules of cuDNN that it
+   had until version 13: `dynamemo.cudnn.modules` says why.)
 2. Nothing is done before Chainer is imported, except that one finder stands in
    ``sys.meta_path``; it answers only for the modules named below.
 3. Either order works where it can. Chainer imported before dynamemo, on a NumPy that lets it,
@@ -28,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamemo import compat_cupy
+from dynamemo import compat_cudnn, compat_cupy
 
 #: Changes a Chainer module that has just been loaded, in place.
 Mend = Callable[[ModuleType], None]
@@ -160,6 +162,16 @@ def _mend_memory_utility(module: ModuleType) -> None:
     )
 
 
+def _both(first: Mend, second: Mend) -> Mend:
+    """Return the mend that does one after the other."""
+
+    def mend(module: ModuleType) -> None:
+        first(module)
+        second(module)
+
+    return mend
+
+
 _PKG_RESOURCES = SimpleNamespace(
     DistributionNotFound=DistributionNotFound,
     ResolutionError=ResolutionError,
@@ -196,6 +208,10 @@ _MENDS: Mapping[str, Mend] = {
     "chainer.functions.array.resize_images": _mend_resize_images,
     "chainermn.communicators._memory_utility": _mend_memory_utility,
     **compat_cupy.MENDS,
+    **compat_cudnn.MENDS,
+    "chainer.backends.cuda": _both(
+        compat_cupy.MENDS["chainer.backends.cuda"], compat_cudnn.MENDS["chainer.backends.cuda"]
+    ),
 }
 
 
@@ -235,6 +251,8 @@ class _MendingLoader(importlib.abc.Loader):
             # another thread that imports meanwhile.
             scope = {**vars(builtins), "__import__": _importing(stand_ins)}
             module.__dict__["__builtins__"] = scope
+        if (prepare := compat_cudnn.PREPARATIONS.get(name)) is not None:
+            prepare()
         try:
             self._loader.exec_module(module)
         finally:

@@ -1,0 +1,120 @@
+"""Give Chainer 7.8.1 the cuDNN that CuPy 14 no longer has, before it looks for it.
+
+Covers when that is done and what is said where it cannot be; what is put in place is the matter of
+`dynamemo.cudnn`. Chainer's own convolution takes over where cuDNN has no plan for one.
+
+1. Without CuPy, with an older one, or with ``CHAINER_CUDNN=0`` or ``DYNAMEMO_CUDNN=0``, nothing is
+   done and nothing is said.
+2. Where cuDNN is missing, Chainer works without it, and the first use of a GPU warns once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from dynamemo.compat_cupy import FIRST_MENDED_MAJOR
+
+#: Why cuDNN is not in place, None where it is or nobody asked.
+_reason: str | None = None
+
+
+def prepare() -> None:
+    """Put cuDNN in place for Chainer, which is about to look for it."""
+    global _reason
+    if _is_switched_off():
+        return
+    try:
+        import cupy
+    except Exception:  # Chainer asks the same, takes any exception for "no CUDA", and tells it.
+        return
+    if int(cupy.__version__.split(".")[0]) < FIRST_MENDED_MAJOR:
+        return
+    # Only here, since most of dynamemo cannot be imported yet when `compat` is.
+    from dynamemo.cudnn import CudnnError
+    from dynamemo.cudnn.modules import install
+
+    try:
+        install(cupy)
+    except CudnnError as error:
+        _reason = str(error)
+
+
+def _is_switched_off() -> bool:
+    """Tell whether the user wants no cuDNN. Chainer reads its own switch as an integer."""
+    return any(
+        os.environ.get(name, "1").strip() == "0" for name in ("CHAINER_CUDNN", "DYNAMEMO_CUDNN")
+    )
+
+
+def _mend_backend(module: ModuleType) -> None:
+    """Say what is missing in place of Chainer's advice to install CuPy anew."""
+    cuda: Any = module
+    if _reason is None:
+        return
+    check = cuda.check_cuda_available
+    has_warned = False
+
+    @functools.wraps(check)
+    def check_cuda_available() -> None:
+        nonlocal has_warned
+        check()
+        if not has_warned:
+            has_warned = True
+            warnings.warn(f"Chainer runs without cuDNN: {_reason}", stacklevel=2)
+
+    check_cuda_available._already_warned = True  # type: ignore[attr-defined]
+    cuda.check_cuda_available = check_cuda_available
+
+
+def _mend_convolution(class_names: tuple[str, ...], method: str) -> Callable[[ModuleType], None]:
+    """Return a mend that lets functions do without cuDNN where it has no plan."""
+
+    def mend(module: ModuleType) -> None:
+        chainer_module: Any = module
+        if chainer_module.cuda.cudnn_enabled:
+            for name in class_names:
+                _fall_back(getattr(module, name), method, chainer_module.chainer)
+
+    return mend
+
+
+def _fall_back(function_class: Any, method: str, chainer: Any) -> None:
+    from dynamemo.cudnn import NoPlanError
+
+    original = getattr(function_class, method)
+
+    @functools.wraps(original)
+    def with_fallback(self: Any, inputs: tuple[Any, ...]) -> Any:
+        try:
+            return original(self, inputs)
+        except NoPlanError:
+            with chainer.using_config("use_cudnn", "never"):
+                return original(self, inputs)
+
+    setattr(function_class, method, with_fallback)
+
+
+#: For each module of Chainer, what is done before it is loaded.
+PREPARATIONS: Mapping[str, Callable[[], None]] = {"chainer.backends.cuda": prepare}
+
+_CONNECTION = "chainer.functions.connection."
+
+#: For each module of Chainer, what is done to it once it has been loaded.
+MENDS: Mapping[str, Callable[[ModuleType], None]] = {
+    "chainer.backends.cuda": _mend_backend,
+    _CONNECTION + "convolution_2d": _mend_convolution(
+        ("Convolution2DFunction", "Convolution2DGradW"), "forward_gpu"
+    ),
+    _CONNECTION + "deconvolution_2d": _mend_convolution(
+        ("Deconvolution2DFunction",), "forward_gpu"
+    ),
+    _CONNECTION + "convolution_nd": _mend_convolution(
+        ("ConvolutionND", "ConvolutionNDGradW"), "forward"
+    ),
+    _CONNECTION + "deconvolution_nd": _mend_convolution(("DeconvolutionND",), "forward"),
+}
