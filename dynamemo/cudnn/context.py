@@ -149,7 +149,7 @@ def _new_tensor(dtype: Any, shape: tuple[int, ...], layout: int) -> Descriptor:
 
 
 def filter_descriptor(dtype: Any, shape: tuple[int, ...], layout: int = 0) -> Descriptor:
-    """Return the descriptor of C-contiguous filters ``(o, i, ...)``, or ``(o, ..., i)`` by layout."""
+    """Return the descriptor of C-contiguous filters: ``(o, i, ...)``, or ``(o, ..., i)``."""
 
     def make() -> Descriptor:
         descriptor: Descriptor = library.create("Filter")

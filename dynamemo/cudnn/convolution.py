@@ -109,17 +109,21 @@ def _add_bias(y: Any, bias: Any, layout: int) -> None:
     """Add ``(c,)`` to every pixel of `y`, in place."""
     channels = bias.size
     area = 1 if layout == names.CUDNN_TENSOR_NHWC else y.size // (y.shape[0] * channels)
-    kernel = _bias_kernels.get("wide" if y.size >> 32 else "narrow")
+    # Divisions in 32 bits hide behind the memory traffic, those in 64 bits would not.
+    kernel = _bias_kernel("long long" if y.size >> 32 else "unsigned int")
+    kernel(y, context.contiguous(bias), area, channels, y)
+
+
+def _bias_kernel(index_type: str) -> Any:
+    kernel = _bias_kernels.get(index_type)
     if kernel is None:
-        kind = "long long" if y.size >> 32 else "unsigned int"
-        kernel = context.cupy.ElementwiseKernel(
-            "raw T bias, int64 area, int64 channels",
+        kernel = _bias_kernels[index_type] = context.cupy.ElementwiseKernel(
+            "T x, raw T bias, int64 area, int64 channels",
             "T y",
-            f"y += bias[({kind})i / ({kind})area % ({kind})channels]",
+            f"y = x + bias[({index_type})i / ({index_type})area % ({index_type})channels]",
             "dynamemo_add_bias",
         )
-        _bias_kernels["wide" if y.size >> 32 else "narrow"] = kernel
-    kernel(context.contiguous(bias), area, channels, y)
+    return kernel
 
 
 _bias_kernels: dict[str, Any] = {}

@@ -88,7 +88,9 @@ _lock = threading.RLock()
 _recording = _Recording()
 
 
-def _run(direction: str, arrays: tuple[Any, Any, Any], shape: tuple[Any, ...], flags: Any) -> None:
+def run(
+    direction: str, arrays: tuple[Any, Any, Any], shape: tuple[Any, ...], flags: tuple[Any, ...]
+) -> None:
     """Enqueue a convolution in one direction.
 
     Parameters
