@@ -172,6 +172,8 @@ def is_allowed(convolution: Convolution, notes: frozenset[int]) -> bool:
 def build_graph(library: Library, convolution: Convolution, handle: int) -> BackendDescriptor:
     """Return the graph of one operation, on the arrays that the convolution describes.
 
+    Without a handle, 0, it needs no device, and has no plans.
+
     Raises
     ------
     CudnnError
@@ -191,12 +193,10 @@ def build_graph(library: Library, convolution: Convolution, handle: int) -> Back
         .put(beta, scale_type, 0.0)
         .finalized()
     )
-    return (
-        BackendDescriptor(library, Kind.GRAPH)
-        .put(_Attribute.GRAPH_HANDLE, Type.HANDLE, handle)
-        .put(_Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, operation)
-        .finalized()
-    )
+    graph = BackendDescriptor(library, Kind.GRAPH)
+    if handle:
+        graph.put(_Attribute.GRAPH_HANDLE, Type.HANDLE, handle)
+    return graph.put(_Attribute.GRAPH_OPERATIONS, Type.DESCRIPTOR, operation).finalized()
 
 
 def _description(library: Library, convolution: Convolution) -> BackendDescriptor:

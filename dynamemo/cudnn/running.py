@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from dynamemo.cudnn import context, settings
 from dynamemo.cudnn.errors import CudnnError, NoPlanError
@@ -63,9 +63,8 @@ class _Prepared:
         self.calls = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a plan is run with."""
+class _Call(NamedTuple):
+    """What a plan is run with. Made at every call: a tuple costs a quarter of a dataclass."""
 
     handle: int
     #: Device addresses of x, w and y.
@@ -144,7 +143,7 @@ def _run_chosen(prepared: _Prepared, call: _Call) -> int:
             _enqueue(prepared.plans[index], call)
         except MemoryError:
             # Lean plans remain to be tried, under a limit that this one does not meet.
-            call = replace(call, limit_bytes=chooser.candidates[index].workspace_bytes - 1)
+            call = call._replace(limit_bytes=chooser.candidates[index].workspace_bytes - 1)
             if chooser.best(call.limit_bytes) == index:
                 raise
         except CudnnError as error:

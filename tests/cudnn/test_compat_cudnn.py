@@ -1,0 +1,125 @@
+"""When cuDNN is put in place for Chainer, what is said where it is not, and the way without it."""
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import chainer
+import pytest
+
+from dynamemo import compat_cudnn
+from dynamemo.cudnn import NoPlanError, modules
+from dynamemo.cudnn.library import Library
+from tests.cudnn.fakes import FakeCupy, FakeFunctions
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """Give a CuPy 14 to import; the switches are as they are by default."""
+    module = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    for name in ("cupy.cudnn", "cupy.cuda.cudnn"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("CHAINER_CUDNN", "DYNAMEMO_CUDNN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(compat_cudnn, "_reason", None)
+    monkeypatch.setattr(modules, "load", lambda: Library(FakeFunctions()))
+    yield module
+    for name in ("cupy.cudnn", "cupy.cuda.cudnn"):
+        sys.modules.pop(name, None)
+
+
+def test_both_modules_are_put_in_place(cupy, fakes):
+    compat_cudnn.prepare()
+
+    assert sys.modules["cupy.cudnn"] is cupy.cudnn
+    assert sys.modules["cupy.cuda.cudnn"] is cupy.cuda.cudnn
+    assert cupy.cuda.cudnn.getVersion() == 91900
+    assert compat_cudnn._reason is None
+
+
+@pytest.mark.parametrize("switch", ["CHAINER_CUDNN", "DYNAMEMO_CUDNN"])
+def test_a_switch_leaves_it_out_and_says_nothing(cupy, monkeypatch, switch):
+    monkeypatch.setenv(switch, "0")
+
+    compat_cudnn.prepare()
+
+    assert not hasattr(cupy, "cudnn")
+    assert compat_cudnn._reason is None
+
+
+def test_an_older_cupy_is_left_as_it_is(cupy):
+    cupy.__version__ = "13.6.0"
+
+    compat_cudnn.prepare()
+
+    assert not hasattr(cupy, "cudnn")
+
+
+def test_without_cupy_nothing_is_done(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+    compat_cudnn.prepare()
+
+    assert compat_cudnn._reason is None
+
+
+def test_a_cudnn_for_another_cuda_is_not_used(cupy):
+    cupy.cuda.runtime.runtimeGetVersion = lambda: 12090
+
+    compat_cudnn.prepare()
+
+    assert not hasattr(cupy, "cudnn")
+    assert "extra cuda12" in compat_cudnn._reason
+
+
+def test_missing_cudnn_is_told_once_and_tells_what_to_install(cupy, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setenv("DYNAMEMO_CUDNN_LIBRARY", "/nowhere/libcudnn.so.9")
+    monkeypatch.setattr(compat_cudnn, "_reason", None)
+    cuda = SimpleNamespace(check_cuda_available=lambda: None)
+
+    compat_cudnn.prepare()
+    compat_cudnn._mend_backend(cuda)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cuda.check_cuda_available()
+        cuda.check_cuda_available()
+
+    assert not hasattr(cupy, "cudnn")
+    (warning,) = caught
+    assert "without cuDNN" in str(warning.message)
+    assert "extra cuda12 or cuda13" in str(warning.message)
+
+
+def test_where_cudnn_has_no_plan_chainers_own_path_is_taken():
+    seen = []
+
+    class Function:
+        def forward_gpu(self, inputs):
+            seen.append(chainer.config.use_cudnn)
+            if chainer.config.use_cudnn != "never":
+                raise NoPlanError("none")
+            return inputs
+
+    module = SimpleNamespace(
+        cuda=SimpleNamespace(cudnn_enabled=True), chainer=chainer, Function=Function
+    )
+    compat_cudnn._mend_convolution(("Function",), "forward_gpu")(module)
+
+    assert Function().forward_gpu((1,)) == (1,)
+    assert seen == ["auto", "never"]
+    assert chainer.config.use_cudnn == "auto"
+
+
+def test_without_cudnn_chainers_functions_are_left_alone():
+    class Function:
+        def forward_gpu(self, inputs):
+            return inputs
+
+    original = Function.forward_gpu
+    module = SimpleNamespace(cuda=SimpleNamespace(cudnn_enabled=False), Function=Function)
+    compat_cudnn._mend_convolution(("Function",), "forward_gpu")(module)
+
+    assert Function.forward_gpu is original
