@@ -71,19 +71,24 @@ def _mend_backend(module: ModuleType) -> None:
     cuda.check_cuda_available = check_cuda_available
 
 
-def _mend_convolution(class_names: tuple[str, ...], method: str) -> Callable[[ModuleType], None]:
-    """Return a mend that lets functions do without cuDNN where it has no plan."""
+def _mend_functions(
+    class_names: tuple[str, ...], method: str, **reset: object
+) -> Callable[[ModuleType], None]:
+    """Return a mend that lets functions do without cuDNN where it has no way.
+
+    `reset` are the attributes by which a function would remember that it used cuDNN.
+    """
 
     def mend(module: ModuleType) -> None:
         chainer_module: Any = module
         if chainer_module.cuda.cudnn_enabled:
             for name in class_names:
-                _fall_back(getattr(module, name), method, chainer_module.chainer)
+                _fall_back(getattr(module, name), method, chainer_module.chainer, reset)
 
     return mend
 
 
-def _fall_back(function_class: Any, method: str, chainer: Any) -> None:
+def _fall_back(function_class: Any, method: str, chainer: Any, reset: dict[str, object]) -> None:
     from dynamemo.cudnn import NoPlanError
 
     original = getattr(function_class, method)
@@ -93,6 +98,7 @@ def _fall_back(function_class: Any, method: str, chainer: Any) -> None:
         try:
             return original(self, inputs)
         except NoPlanError:
+            vars(self).update(reset)
             with chainer.using_config("use_cudnn", "never"):
                 return original(self, inputs)
 
@@ -103,18 +109,26 @@ def _fall_back(function_class: Any, method: str, chainer: Any) -> None:
 PREPARATIONS: Mapping[str, Callable[[], None]] = {"chainer.backends.cuda": prepare}
 
 _CONNECTION = "chainer.functions.connection."
+_POOLING = "chainer.functions.pooling."
 
 #: For each module of Chainer, what is done to it once it has been loaded.
 MENDS: Mapping[str, Callable[[ModuleType], None]] = {
     "chainer.backends.cuda": _mend_backend,
-    _CONNECTION + "convolution_2d": _mend_convolution(
+    _CONNECTION + "convolution_2d": _mend_functions(
         ("Convolution2DFunction", "Convolution2DGradW"), "forward_gpu"
     ),
-    _CONNECTION + "deconvolution_2d": _mend_convolution(
-        ("Deconvolution2DFunction",), "forward_gpu"
-    ),
-    _CONNECTION + "convolution_nd": _mend_convolution(
+    _CONNECTION + "deconvolution_2d": _mend_functions(("Deconvolution2DFunction",), "forward_gpu"),
+    _CONNECTION + "convolution_nd": _mend_functions(
         ("ConvolutionND", "ConvolutionNDGradW"), "forward"
     ),
-    _CONNECTION + "deconvolution_nd": _mend_convolution(("DeconvolutionND",), "forward"),
+    _CONNECTION + "deconvolution_nd": _mend_functions(("DeconvolutionND",), "forward"),
+    _POOLING + "average_pooling_2d": _mend_functions(
+        ("AveragePooling2D",), "forward_gpu", _used_cudnn=False
+    ),
+    _POOLING + "average_pooling_nd": _mend_functions(
+        ("AveragePoolingND",), "forward_gpu", _cudnn_pool=None
+    ),
+    _POOLING + "max_pooling_nd": _mend_functions(
+        ("MaxPoolingND",), "forward_gpu", _cudnn_pool=None
+    ),
 }

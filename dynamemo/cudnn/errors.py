@@ -30,4 +30,4 @@ class CudnnError(DynamemoError):
 
 
 class NoPlanError(CudnnError):
-    """cuDNN has no way to do this convolution; Chainer's own path has to."""
+    """cuDNN has no way to do this convolution or pooling; Chainer's own path has to."""

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from dynamemo.cudnn import context, names
+from dynamemo.cudnn.errors import CudnnError, NoPlanError
 from dynamemo.cudnn.library import Descriptor
 
 __all__ = [
@@ -28,16 +29,27 @@ def pooling_forward(
     pad: tuple[int, ...],
     mode: int,
 ) -> Any:
-    """Write the pooling of `x`, ``(n, c, ...)``, into `y`, and return it."""
+    """Write the pooling of `x`, ``(n, c, ...)``, into `y`, and return it.
+
+    Raises
+    ------
+    NoPlanError
+        If cuDNN does not do such a pooling; nothing was written.
+    """
     x = context.contiguous(x)
     handle = context.get_handle()
     pooling = _pooling(tuple(ksize), tuple(stride), tuple(pad), mode)
     x_descriptor = context.tensor_descriptor(x.dtype, x.shape)
     y_descriptor = context.tensor_descriptor(y.dtype, y.shape)
-    context.library.PoolingForward(
-        *(handle, pooling.value, context.ONE[x.dtype.char], x_descriptor.value, x.data.ptr),
-        *(context.ZERO[x.dtype.char], y_descriptor.value, y.data.ptr),
-    )
+    try:
+        context.library.PoolingForward(
+            *(handle, pooling.value, context.ONE[x.dtype.char], x_descriptor.value, x.data.ptr),
+            *(context.ZERO[x.dtype.char], y_descriptor.value, y.data.ptr),
+        )
+    except CudnnError as error:
+        if error.is_refusal:
+            raise NoPlanError(f"cuDNN does no pooling from {x.shape} to {y.shape}") from error
+        raise
     return y
 
 

@@ -16,7 +16,7 @@ from dynamemo.cudnn import (
     recurrent,
     transformer,
 )
-from dynamemo.cudnn.errors import CudnnError
+from dynamemo.cudnn.errors import CudnnError, NoPlanError
 from dynamemo.cudnn.legacy_plans import LegacyPlans
 from dynamemo.cudnn.library import load
 from tests.cudnn.fakes import ALL_FUNCTIONS, QUERIED_BYTES, FakeArray
@@ -114,6 +114,17 @@ def test_pooling(fakes, dtype):
 
     assert gx.shape == x.shape
     assert functions.names() == ["cudnnPoolingForward", "cudnnPoolingBackward"]
+
+
+@pytest.mark.parametrize(("status", "error"), [(2000, NoPlanError), (5000, CudnnError)])
+def test_only_a_refused_pooling_is_left_to_chainer(fakes, status, error):
+    _, functions = fakes
+    functions.statuses["cudnnPoolingForward"] = status
+
+    with pytest.raises(CudnnError) as caught:
+        layers.pooling_forward(array(1, 1, 4, 4), array(1, 1, 2, 2), (2, 2), (2, 2), (0, 0), 0)
+
+    assert type(caught.value) is error
 
 
 @pytest.mark.parametrize(("axis", "merged"), [(1, (2, 3, 20)), (-1, (24, 5, 1)), (0, (1, 2, 60))])

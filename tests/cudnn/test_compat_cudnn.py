@@ -97,7 +97,10 @@ def test_where_cudnn_has_no_plan_chainers_own_path_is_taken():
     seen = []
 
     class Function:
+        used_cudnn = False
+
         def forward_gpu(self, inputs):
+            self.used_cudnn |= chainer.config.use_cudnn != "never"
             seen.append(chainer.config.use_cudnn)
             if chainer.config.use_cudnn != "never":
                 raise NoPlanError("none")
@@ -106,9 +109,11 @@ def test_where_cudnn_has_no_plan_chainers_own_path_is_taken():
     module = SimpleNamespace(
         cuda=SimpleNamespace(cudnn_enabled=True), chainer=chainer, Function=Function
     )
-    compat_cudnn._mend_convolution(("Function",), "forward_gpu")(module)
+    compat_cudnn._mend_functions(("Function",), "forward_gpu", used_cudnn=False)(module)
+    function = Function()
 
-    assert Function().forward_gpu((1,)) == (1,)
+    assert function.forward_gpu((1,)) == (1,)
+    assert not function.used_cudnn
     assert seen == ["auto", "never"]
     assert chainer.config.use_cudnn == "auto"
 
@@ -120,6 +125,6 @@ def test_without_cudnn_chainers_functions_are_left_alone():
 
     original = Function.forward_gpu
     module = SimpleNamespace(cuda=SimpleNamespace(cudnn_enabled=False), Function=Function)
-    compat_cudnn._mend_convolution(("Function",), "forward_gpu")(module)
+    compat_cudnn._mend_functions(("Function",), "forward_gpu")(module)
 
     assert Function.forward_gpu is original
