@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dynamemo.cudnn import context, names
+from dynamemo.cudnn import context, names, settings
 from dynamemo.cudnn.errors import CudnnError, NoPlanError
 from dynamemo.cudnn.library import Descriptor
 
@@ -94,6 +94,9 @@ def create_pooling_descriptor(
 def _pooling(
     ksize: tuple[int, ...], stride: tuple[int, ...], pad: tuple[int, ...], mode: int
 ) -> Descriptor:
+    if mode == names.CUDNN_POOLING_MAX and not settings.current.nondeterministic:
+        # Where windows overlap, the other adds gradients up in any order.
+        mode = names.CUDNN_POOLING_MAX_DETERMINISTIC
     key = ("pooling", ksize, stride, pad, mode)
     return context.cached(key, lambda: create_pooling_descriptor(ksize, stride, pad, mode))
 

@@ -36,7 +36,7 @@ class Settings:
 
     #: Whether float32 convolutions may round their inputs to TF32. None: as ``CUPY_TF32`` says.
     tf32: bool | None = None
-    #: Whether plans that do not always give the same bits may be used, where Chainer allows them.
+    #: Whether what does not always give the same bits may be used, where Chainer allows it.
     nondeterministic: bool = False
     workspace: WorkspacePolicy = WorkspacePolicy.CHAINER
     source: Source = Source.GRAPH
