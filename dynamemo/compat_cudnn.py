@@ -5,7 +5,7 @@ Covers when that is done and what is said where it cannot be; what is put in pla
 
 1. Without CuPy, with an older one, or with ``CHAINER_CUDNN=0`` or ``DYNAMEMO_CUDNN=0``, nothing is
    done and nothing is said.
-2. Where cuDNN is missing, Chainer works without it, and the first use of a GPU warns once.
+2. Where cuDNN is missing, Chainer works without it, and one warning says what to install.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def load() -> Library:
             library = Library(ffi.dlopen(path))
             library.kept = _load_cublas(path, library.runtime_version() // 1000)
         except OSError as error:
-            reasons.append(str(error))
+            reasons.append(str(error).partition("  Additionally")[0])
             continue
         if library.version() < FIRST_VERSION:
             raise CudnnError(

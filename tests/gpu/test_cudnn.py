@@ -140,21 +140,63 @@ def test_convolution_1d_is_chainers_own_and_ours_can_do_it(cupy):
     assert_close(y, functions.convolution_nd(x, w, pad=1).array)
 
 
+def last(array):
+    return cuda.cupy.ascontiguousarray(array.transpose(0, 2, 3, 1))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_channels_last(cupy, dtype):
-    x, w = uniform(4, 8, 9, 9, dtype=dtype), uniform(16, 8, 3, 3, dtype=dtype)
-    link = links.Convolution2D(8, 16, 3, pad=1, nobias=True, initialW=w.get())
-    with using_config("compute_mode", "cudnn_fast"), using_config("dtype", np.dtype(dtype)):
-        fast = links.Convolution2D(8, 16, 3, pad=1, nobias=True, initialW=w.get())
-    link.to_device("@cupy:0")
-    fast.to_device("@cupy:0")
+    """The arguments are those of Chainer's compute_mode "cudnn_fast"."""
+    x, w, gy = (
+        uniform(*shape, dtype=dtype) for shape in ((4, 8, 9, 9), (16, 8, 3, 3), (4, 16, 9, 9))
+    )
+    variables = Variable(x), Variable(w)
     with using_config("use_cudnn", "never"):
-        expected = outputs_and_gradients(link, [x])
+        y = functions.convolution_2d(*variables, pad=1)
+        y.grad = gy
+        y.backward()
+    got_y, got_gx, got_gw = (cupy.empty(last(a).shape, dtype) for a in (gy, x, w))
+    shape = ((1, 1), (1, 1), (1, 1), 1)
+    layouts = {"d_layout": 1, "w_layout": 1, "auto_tune": False, "tensor_core": "auto"}
 
-    got = outputs_and_gradients(fast, [x])
+    cupy.cudnn.convolution_forward(last(x), last(w), None, got_y, *shape, **layouts)
+    cupy.cudnn.convolution_backward_filter(
+        last(x), last(gy), got_gw, *shape, deterministic=True, **layouts
+    )
+    cupy.cudnn.convolution_backward_data(
+        last(w), last(gy), None, got_gx, *shape, deterministic=True, **layouts
+    )
 
-    for one, other in zip(got, expected, strict=True):
-        assert_close(one, other, 3)
+    for one, other in ((got_y, y.array), (got_gx, variables[0].grad), (got_gw, variables[1].grad)):
+        assert_close(one, last(other), 3)
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_batch_normalization_channels_last(cupy, dtype, mode):
+    x, parameter = uniform(4, 8, 6, 6, dtype=dtype), uniform(8, dtype="float32")
+    running = cupy.zeros(8, "f")
+
+    def forward(x, mode, layout):
+        return cupy.cudnn.batch_normalization_forward_training_ex(
+            *(x, parameter, parameter, running.copy(), running.copy(), None, None),
+            *(2e-5, 0.9, True, mode, False, layout),
+        )
+
+    def backward(x, gy, forward_values, mode, layout):
+        reserve, _, mean, inv_std = forward_values
+        return cupy.cudnn.batch_normalization_backward(
+            *(x, parameter, gy, mean, inv_std, 2e-5, True, mode, False, layout),
+            reserve_space=reserve,
+        )
+
+    first, last_values = forward(x, 1, 0), forward(last(x), mode, 1)
+    gradients = backward(x, x, first, 1, 0)
+    last_gradients = backward(last(x), last(x), last_values, mode, 1)
+
+    assert_close(last_values[1], last(first[1]), 5)
+    assert_close(last_gradients[0], last(gradients[0]), 5)
+    assert_close(last_gradients[1], gradients[1], 5)
 
 
 def test_small_filters_with_views_at_odd_addresses(cupy):
@@ -240,7 +282,7 @@ def test_workspace_policies(cupy, source, policy):
     assert len(report) == 3
     for line in report:
         assert limit is None or line.workspace_bytes <= limit or line.workspace_bytes < 64 << 10
-        assert line.elapsed_s is not None
+        assert line.elapsed_s is not None or policy == "none"
 
 
 def test_recorded_choices_give_the_same_bits_in_less_room(cupy):
@@ -271,9 +313,9 @@ def test_tf32_only_where_it_is_allowed(cupy):
             y = functions.convolution_2d(x, w, pad=1).array
         return float(abs(y - exact).max())
 
-    assert error(tf32=False) < 1e-4
-    assert error(tf32=False, source="legacy") < 1e-4
-    assert 1e-4 < error(tf32=True, workspace="fastest") < 5e-2
+    assert error(tf32=False) < 5e-4
+    assert error(tf32=False, source="legacy") < 5e-4
+    assert 5e-4 < error(tf32=True, workspace="fastest") < 5e-2
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
