@@ -52,8 +52,16 @@ def _is_switched_off() -> bool:
 
 
 def _mend_backend(module: ModuleType) -> None:
-    """Say what is missing in place of Chainer's advice to install CuPy anew."""
+    """Say what is missing in place of Chainer's advice to install CuPy anew.
+
+    Where nothing is, let the choice of plans see Chainer's `cudnn_deterministic`, which Chainer
+    does not hand to every function.
+    """
     cuda: Any = module
+    if cuda.cudnn_enabled:
+        from dynamemo.cudnn import settings
+
+        settings.must_repeat = lambda: bool(cuda.config.cudnn_deterministic)
     if _reason is None:
         return
     check = cuda.check_cuda_available

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamemo.cudnn import context, names
+from dynamemo.cudnn import context, names, settings
 from dynamemo.cudnn.running import run
 
 __all__ = ["convolution_backward_data", "convolution_backward_filter", "convolution_forward"]
@@ -39,7 +39,8 @@ def convolution_forward(
     b : cupy.ndarray or None
         ``(o,)``.
     auto_tune : bool
-        Measure the candidates at the first call, which waits for the device.
+        Measure the candidates at the first call, which waits for the device; not under Chainer's
+        `cudnn_deterministic`.
     tensor_core : bool or str
         Chainer's `use_cudnn_tensor_core`.
 
@@ -49,7 +50,7 @@ def convolution_forward(
         If cuDNN has no plan; nothing was written.
     """
     # Chainer knows of no switch for this direction: its algorithms always were deterministic.
-    flags = (True, bool(auto_tune), tensor_core)
+    flags = (True, settings.is_tuned(auto_tune), tensor_core)
     shape = (pad, stride, dilation, groups, d_layout, w_layout)
     run("forward", (context.contiguous(x), context.contiguous(W), y), shape, flags)
     if b is not None:
@@ -72,7 +73,7 @@ def convolution_backward_filter(
     w_layout: int = names.CUDNN_TENSOR_NCHW,
 ) -> None:
     """Write the gradient of the filters into `gW`. See `convolution_forward`."""
-    flags = (bool(deterministic), bool(auto_tune), tensor_core)
+    flags = (bool(deterministic), settings.is_tuned(auto_tune), tensor_core)
     shape = (pad, stride, dilation, groups, d_layout, w_layout)
     run("filter", (context.contiguous(x), gW, context.contiguous(gy)), shape, flags)
 
@@ -98,7 +99,7 @@ def convolution_backward_data(
     It is the gradient of a convolution's input; `x` is then the gradient of its output.
     See `convolution_forward`.
     """
-    flags = (bool(deterministic), bool(auto_tune), tensor_core)
+    flags = (bool(deterministic), settings.is_tuned(auto_tune), tensor_core)
     shape = (pad, stride, dilation, groups, d_layout, w_layout)
     run("data", (y, context.contiguous(W), context.contiguous(x)), shape, flags)
     if b is not None:

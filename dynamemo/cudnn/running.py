@@ -168,7 +168,7 @@ def _settle(prepared: _Prepared, call: _Call) -> int:
     """Choose a plan and build it; return its index."""
     chooser = prepared.chooser
     with _lock:
-        if call.is_tuned and not chooser.choices:
+        if call.is_tuned:
             _measure(prepared, call)
         while True:
             try:
@@ -206,15 +206,20 @@ def _measure(prepared: _Prepared, call: _Call) -> None:
     for index in chooser.to_measure(call.limit_bytes):
         try:
             _build(prepared, index, call.handle)
-            if chooser.candidates[index].workspace_bytes <= call.limit_bytes:
-                chooser.note_seconds(index, _seconds(prepared.plans[index], call))
-                counters.measured += 1
         except CudnnError:
             chooser.reject(index)
+            continue
+        if chooser.candidates[index].workspace_bytes > call.limit_bytes:
+            continue
+        try:
+            chooser.note_seconds(index, _seconds(prepared.plans[index], call))
+            counters.measured += 1
         except MemoryError:
             continue
-        if len(chooser.usable()) == 0:
-            raise _no_plan(prepared.convolution)
+        except CudnnError as error:
+            if not error.is_refusal:
+                raise
+            chooser.reject(index)
 
 
 def _seconds(plan: Plan, call: _Call, *, repeats: int = 3) -> float:

@@ -71,6 +71,9 @@ def plan_key() -> tuple[object, ...]:
     return current.source.value, current.tf32, current.nondeterministic
 
 
+#: Whether every run has to choose alike: Chainer's `cudnn_deterministic`, once Chainer is there.
+must_repeat: Callable[[], bool] = bool
+
 _max_workspace_bytes = DEFAULT_MAX_WORKSPACE_BYTES
 
 
@@ -130,6 +133,11 @@ def using_settings(**changes: Any) -> Iterator[Settings]:
         yield current
     finally:
         current = before
+
+
+def is_tuned(auto_tune: bool) -> bool:
+    """Tell whether candidates are timed: what is measured is not the same in every run."""
+    return bool(auto_tune) and not must_repeat()
 
 
 def tensor_core_is_allowed(dtype_char: str, asked: bool | str) -> bool:

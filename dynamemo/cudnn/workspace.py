@@ -98,15 +98,17 @@ class Chooser:
         return min(usable, key=lambda index: (self.candidates[index].workspace_bytes, index))
 
     def to_measure(self, limit_bytes: float) -> tuple[int, ...]:
-        """Return the candidates worth timing: the first few within the limit, and the leanest."""
+        """Return the candidates worth timing: the first few within the limit, and the leanest.
+
+        Those that were timed already are not among them.
+        """
         fitting = [index for index in self.usable() if self._admits(index, limit_bytes)]
-        first = fitting[:MEASURED_AT_MOST]
-        rest = fitting[MEASURED_AT_MOST:]
+        first, rest = fitting[:MEASURED_AT_MOST], fitting[MEASURED_AT_MOST:]
         if rest:
             leanest = min(fitting, key=lambda i: (self.candidates[i].workspace_bytes, i))
             if leanest in rest:
                 first[-1] = leanest
-        return tuple(first)
+        return tuple(index for index in first if index not in self._seconds)
 
     def note_seconds(self, index: int, seconds: float) -> None:
         """Take note of the device time of a candidate."""

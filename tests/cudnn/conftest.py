@@ -16,6 +16,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(convolution, "_bias_kernels", {})
     monkeypatch.setattr(dropout, "_kernels", {})
     monkeypatch.setattr(settings, "current", settings.Settings())
+    monkeypatch.setattr(settings, "must_repeat", bool)
     monkeypatch.setattr(settings, "_max_workspace_bytes", settings.DEFAULT_MAX_WORKSPACE_BYTES)
     yield attach_fakes()
     context.attach(*before)

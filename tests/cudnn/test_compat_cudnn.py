@@ -8,7 +8,7 @@ import chainer
 import pytest
 
 from dynamemo import compat_cudnn
-from dynamemo.cudnn import NoPlanError, modules
+from dynamemo.cudnn import NoPlanError, modules, settings
 from dynamemo.cudnn.library import Library
 from tests.cudnn.fakes import FakeCupy, FakeFunctions
 
@@ -78,7 +78,7 @@ def test_missing_cudnn_is_told_once_and_tells_what_to_install(cupy, monkeypatch)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setenv("DYNAMEMO_CUDNN_LIBRARY", "/nowhere/libcudnn.so.9")
     monkeypatch.setattr(compat_cudnn, "_reason", None)
-    cuda = SimpleNamespace(check_cuda_available=lambda: None)
+    cuda = SimpleNamespace(check_cuda_available=lambda: None, cudnn_enabled=False)
 
     compat_cudnn.prepare()
     compat_cudnn._mend_backend(cuda)
@@ -91,6 +91,14 @@ def test_missing_cudnn_is_told_once_and_tells_what_to_install(cupy, monkeypatch)
     (warning,) = caught
     assert "without cuDNN" in str(warning.message)
     assert "extra cuda12 or cuda13" in str(warning.message)
+
+
+def test_the_choice_of_plans_sees_chainers_switch(fakes):
+    compat_cudnn._mend_backend(SimpleNamespace(cudnn_enabled=True, config=chainer.config))
+
+    assert not settings.must_repeat()
+    with chainer.using_config("cudnn_deterministic", True):
+        assert settings.must_repeat()
 
 
 def test_where_cudnn_has_no_plan_chainers_own_path_is_taken():

@@ -130,6 +130,43 @@ def test_autotune_takes_the_fastest_and_runs_it_last(planned):
     assert [now - then for now, then in zip(runs(plans), before, strict=True)] == [0, 1, 0]
 
 
+def test_where_every_run_has_to_choose_alike_nothing_is_timed(planned, fakes, monkeypatch):
+    monkeypatch.setattr(settings, "must_repeat", lambda: True)
+    plans, _ = planned((0, 3), (0, 1))
+
+    forward(tune=True)
+
+    assert runs(plans) == [1, 0]
+    assert fakes[0].waits == 0
+
+
+def test_with_more_room_what_was_not_timed_yet_is_timed(planned):
+    plans, _ = planned((100, 1), (0, 2))
+    with cudnn.using_settings(workspace="none"):
+        forward(tune=True)
+    cudnn.reconsider()
+
+    with cudnn.using_settings(workspace="fastest"):
+        forward(tune=True)
+        before = runs(plans)
+        forward(tune=True)
+
+    assert [now - then for now, then in zip(runs(plans), before, strict=True)] == [1, 0]
+
+
+@pytest.mark.parametrize(("error", "expected"), [(REFUSED, [0, 1]), (BROKEN, None)])
+def test_while_timing_only_refusals_are_passed_over(planned, error, expected):
+    plans, _ = planned((0, 1), (0, 1))
+    plans[0].run_error = error
+
+    if expected is None:
+        with pytest.raises(CudnnError, match="execution failed"):
+            forward(tune=True)
+    else:
+        forward(tune=True)
+        assert [bool(count) for count in runs(plans)] == [bool(count) for count in expected]
+
+
 def test_without_autotune_nothing_is_timed_and_the_host_never_waits(planned, fakes):
     planned((0, 3), (0, 1))
 

@@ -62,6 +62,14 @@ def test_what_is_measured_fits_and_contains_the_leanest(workspaces, limit):
         assert measured[0] == next(i for i, b in enumerate(workspaces) if b <= limit)
 
 
+def test_what_was_timed_is_not_timed_again():
+    chooser = chooser_of([100, 0])
+    chooser.note_seconds(1, 1.0)
+
+    assert chooser.to_measure(math.inf) == (0,)
+    assert chooser.to_measure(0) == ()
+
+
 def test_the_measured_fastest_within_the_limit_is_chosen():
     chooser = chooser_of([100, 50, 0])
     for index, seconds in enumerate((1.0, 2.0, 3.0)):
