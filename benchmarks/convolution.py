@@ -10,7 +10,7 @@ times between them is taken after it. PyTorch is eager, with `cudnn.benchmark` w
 is given, which is Chainer's `autotune`.
 
 Usage: python -m benchmarks.convolution [--nets resnet50,vgg16] [--batches 16,64,256]
-       [--repeats N] [--autotune] [--workspace 4GiB] [--frameworks chainer,torch]
+       [--repeats N] [--autotune] [--workspace 64MiB] [--frameworks chainer,torch]
        [--profile] [--workspaces] [--out FILE]
 """
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--autotune", action="store_true")
-    parser.add_argument("--workspace", default="4GiB", help="Chainer's limit for each convolution")
+    parser.add_argument("--workspace", help="Chainer's limit for each convolution, as 64MiB")
     parser.add_argument("--profile", action="store_true", help="where Chainer's time goes")
     parser.add_argument("--workspaces", action="store_true", help="the table of workspaces")
     parser.add_argument("--out", help="file for the results")
@@ -156,7 +156,8 @@ def _run_chainer(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     import cupy
 
     assert chainer.backends.cuda.cudnn_enabled, "Chainer runs without cuDNN"
-    chainer.backends.cuda.set_max_workspace_size(_nbytes(options.workspace))
+    if options.workspace:
+        chainer.backends.cuda.set_max_workspace_size(_nbytes(options.workspace))
     chainer.config.autotune = options.autotune
     for net, batch in _cases(options):
         cudnn.forget()

@@ -98,6 +98,7 @@ def runs(plans):
 
 def test_the_first_plan_within_chainers_limit_runs(planned):
     plans, _ = planned((9 << 20, 1), (8 << 20, 1), (0, 1))
+    settings.set_max_workspace_size(8 << 20)
 
     forward()
 
@@ -255,6 +256,7 @@ def test_the_workspace_is_taken_from_the_current_allocator(planned, fakes):
 )
 def test_policies(planned, policy, expected):
     plans, _ = planned((50 << 20, 1), (5 << 20, 1), (0, 1))
+    settings.set_max_workspace_size(8 << 20)
 
     with cudnn.using_settings(workspace=policy, available_bytes=lambda: 6 << 20):
         forward()
