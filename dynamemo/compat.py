@@ -162,6 +162,24 @@ def _mend_memory_utility(module: ModuleType) -> None:
     )
 
 
+def _mend_package(module: ModuleType) -> None:
+    """Check at once that arrays go together where they are all NumPy's or all CuPy's.
+
+    Chainer asks about a thousand times in a training step of ResNet-50, for 3 µs each.
+    """
+    check = module.is_arrays_compatible
+    usual = {np.ndarray, module.backends.cuda.ndarray}
+
+    @functools.wraps(check)
+    def is_arrays_compatible(arrays: Sequence[Any]) -> bool:
+        kinds = {type(array) for array in arrays if array is not None}
+        if len(kinds) == 1 and kinds <= usual:
+            return True
+        return bool(check(arrays))
+
+    module.is_arrays_compatible = is_arrays_compatible  # type: ignore[attr-defined]
+
+
 def _both(first: Mend, second: Mend) -> Mend:
     """Return the mend that does one after the other."""
 
@@ -204,6 +222,7 @@ _STAND_INS: Mapping[str, Mapping[str, object]] = {
 
 #: What is changed in each module once it is loaded.
 _MENDS: Mapping[str, Mend] = {
+    "chainer": _mend_package,
     "chainer.functions.array.pad_sequence": _mend_pad_sequence,
     "chainer.functions.array.resize_images": _mend_resize_images,
     "chainermn.communicators._memory_utility": _mend_memory_utility,

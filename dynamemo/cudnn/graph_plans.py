@@ -19,7 +19,7 @@ from enum import IntEnum
 from dynamemo.cudnn import context, names
 from dynamemo.cudnn.backend_descriptor import BackendDescriptor, Kind, Type
 from dynamemo.cudnn.errors import CudnnError
-from dynamemo.cudnn.library import Library, ffi
+from dynamemo.cudnn.library import Descriptor, Library, ffi
 from dynamemo.cudnn.plans import Convolution, Direction
 
 __all__ = ["GraphPlan", "GraphPlans", "Note", "is_allowed"]
@@ -27,7 +27,7 @@ __all__ = ["GraphPlan", "GraphPlans", "Note", "is_allowed"]
 #: Plans proposed for their speed at most; beyond them come only those with less workspace.
 PROPOSED_AT_MOST = 16
 #: Variant packs (finalised sets of addresses) that a plan keeps.
-KEPT_PACKS = 16
+KEPT_PACKS = 64
 
 #: Unique ids of the arrays in the graph, in the order of `GraphPlan.execute`.
 X_ID, W_ID, Y_ID = 1, 2, 3
@@ -271,7 +271,7 @@ class GraphPlan:
         self._configuration = configuration
         self._plan: BackendDescriptor | None = None
         self._pointer = 0
-        self._packs: dict[tuple[int, int, int, int], BackendDescriptor] = {}
+        self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
         self._lock = threading.Lock()
 
     def build(self, handle: int) -> None:
@@ -296,23 +296,23 @@ class GraphPlan:
             self._plan = plan
 
     def execute(self, handle: int, x: int, w: int, y: int, workspace: int) -> None:
-        """Enqueue the plan. Addresses that come again, as in a steady loop, cost one call only."""
+        """Enqueue the plan. Addresses that come again cost one call only."""
         key = (x, w, y, workspace)
         pack = self._packs.get(key)
         if pack is None:
             pack = self._new_pack(key)
-        self._library.BackendExecute(handle, self._pointer, pack.pointer)
+        self._library.BackendExecute(handle, self._pointer, pack.value)
 
-    def _new_pack(self, key: tuple[int, int, int, int]) -> BackendDescriptor:
-        x, w, y, workspace = key
-        pack = BackendDescriptor(self._library, Kind.VARIANT_PACK)
-        put = self._library.BackendSetAttribute
-        put(pack.pointer, int(_Attribute.PACK_IDS), int(Type.INT64), 3, _IDS)
-        pointers = ffi.new("uintptr_t[]", [x, w, y])
-        put(pack.pointer, int(_Attribute.PACK_POINTERS), int(Type.POINTER), 3, pointers)
-        scratch = ffi.new("uintptr_t[]", [workspace])
-        put(pack.pointer, int(_Attribute.PACK_WORKSPACE), int(Type.POINTER), 1, scratch)
-        pack.finalized()
+    def _new_pack(self, key: tuple[int, int, int, int]) -> Descriptor:
+        library = self._library
+        addresses = ffi.new("uintptr_t[5]", key)
+        library.BackendCreateDescriptor(_PACK, addresses + 4)
+        pack = Descriptor(addresses[4], library.BackendDestroyDescriptor)
+        put = library.BackendSetAttribute
+        put(pack.value, _PACK_IDS, _INT64, 3, _IDS)
+        put(pack.value, _PACK_POINTERS, _POINTER, 3, addresses)
+        put(pack.value, _PACK_WORKSPACE, _POINTER, 1, addresses + 3)
+        library.BackendFinalize(pack.value)
         with self._lock:
             if len(self._packs) >= KEPT_PACKS:
                 del self._packs[next(iter(self._packs))]
@@ -321,3 +321,7 @@ class GraphPlan:
 
 
 _IDS = ffi.new("int64_t[]", [X_ID, W_ID, Y_ID])
+# Plain integers: these are handed over at every call.
+_PACK, _INT64, _POINTER = int(Kind.VARIANT_PACK), int(Type.INT64), int(Type.POINTER)
+_PACK_IDS, _PACK_POINTERS = int(_Attribute.PACK_IDS), int(_Attribute.PACK_POINTERS)
+_PACK_WORKSPACE = int(_Attribute.PACK_WORKSPACE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dynamemo.cudnn import context, names, settings
+from dynamemo.cudnn import context, max_pooling_gradient, names, settings
 from dynamemo.cudnn.errors import CudnnError, NoPlanError
 from dynamemo.cudnn.library import Descriptor
 
@@ -62,9 +62,15 @@ def pooling_backward(
     pad: tuple[int, ...],
     mode: int,
 ) -> Any:
-    """Return the gradient of the input of a pooling."""
+    """Return the gradient of the input of a pooling.
+
+    Where several elements of a window are its maximum, the first gets the gradient.
+    """
     x, y, gy = context.contiguous(x), context.contiguous(y), context.contiguous(gy)
     gx = context.cupy.empty(x.shape, x.dtype)
+    if max_pooling_gradient.can_do(x, mode):
+        max_pooling_gradient.write(x, y, gy, gx, window=(*ksize, *stride, *pad))
+        return gx
     handle = context.get_handle()
     pooling = _pooling(tuple(ksize), tuple(stride), tuple(pad), mode)
     x_value = context.tensor_descriptor(x.dtype, x.shape).value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamemo.cudnn import context, names
+from dynamemo.cudnn import context, names, resident_normalization
 from dynamemo.cudnn.library import Descriptor
 
 __all__ = [
@@ -90,40 +90,58 @@ def batch_normalization_forward_training_ex(
     """
     x = context.contiguous(x)
     y = context.cupy.empty(x.shape, x.dtype)
-    handle = context.get_handle()
-    x_descriptor, derived = _descriptors(x, is_for_conv2d, cudnn_mode, d_layout)
     wide = _parameter_dtype(x.dtype)
-    gamma, beta = _converted(gamma, wide), _converted(beta, wide)
-    running_mean_now, running_var_now = (
-        _converted(running_mean, wide),
-        _converted(running_var, wide),
-    )
-    mean = context.cupy.empty(gamma.shape, wide) if mean is None else mean
-    inv_std = context.cupy.empty(gamma.shape, wide) if inv_std is None else inv_std
-    one, zero = context.ONE[x.dtype.char], context.ZERO[x.dtype.char]
-    data = (x_descriptor.value, x.data.ptr)
-    output = (x_descriptor.value, y.data.ptr)
-    rest = (
-        *(derived.value, gamma.data.ptr, beta.data.ptr, 1.0 - decay),
-        *(running_mean_now.data.ptr, running_var_now.data.ptr, eps),
-        *(mean.data.ptr, inv_std.data.ptr),
-    )
+    parameters = _converted(gamma, wide), _converted(beta, wide)
+    running = _converted(running_mean, wide), _converted(running_var, wide)
+    mean = context.cupy.empty(parameters[0].shape, wide) if mean is None else mean
+    inv_std = context.cupy.empty(parameters[0].shape, wide) if inv_std is None else inv_std
+    arrays = (x, y, parameters, running, (mean, inv_std))
+    form = (is_for_conv2d, cudnn_mode, d_layout)
     reserve = None
-    if cudnn_mode == names.CUDNN_BATCHNORM_SPATIAL_PERSISTENT:
-        workspace, reserve = _extra_memory(handle, cudnn_mode, x_descriptor.value, derived.value)
-        context.library.BatchNormalizationForwardTrainingEx(
-            *(handle, cudnn_mode, _ONLY_NORMALIZE, one, zero, *data, 0, 0, *output, *rest, 0),
-            *_sized(workspace),
-            *_sized(reserve),
-        )
+    if resident_normalization.can_do(x, *form):
+        resident_normalization.forward(*arrays, eps=eps, share=1.0 - decay)
     else:
-        context.library.BatchNormalizationForwardTraining(
-            handle, cudnn_mode, one, zero, *data, *output, *rest
-        )
-    for array, now in ((running_mean, running_mean_now), (running_var, running_var_now)):
+        reserve = _forward(*arrays, eps=eps, share=1.0 - decay, form=form)
+    for array, now in zip((running_mean, running_var), running, strict=True):
         if now is not array:
             array[...] = now
     return reserve, y, mean, inv_std
+
+
+def _forward(
+    x: Any,
+    y: Any,
+    parameters: tuple[Any, Any],
+    running: tuple[Any, Any],
+    saved: tuple[Any, Any],
+    *,
+    eps: float,
+    share: float,
+    form: tuple[bool, int, int],
+) -> Any:
+    """Let cuDNN do what `resident_normalization.forward` does; return reserve memory or None."""
+    handle = context.get_handle()
+    _, mode, _ = form
+    descriptor, derived = (owner.value for owner in _descriptors(x, *form))
+    scales = context.ONE[x.dtype.char], context.ZERO[x.dtype.char]
+    rest = (
+        *(derived, *(array.data.ptr for array in parameters), share),
+        *(*(array.data.ptr for array in running), eps),
+        *(array.data.ptr for array in saved),
+    )
+    data, output = (descriptor, x.data.ptr), (descriptor, y.data.ptr)
+    if mode != names.CUDNN_BATCHNORM_SPATIAL_PERSISTENT:
+        context.library.BatchNormalizationForwardTraining(
+            handle, mode, *scales, *data, *output, *rest
+        )
+        return None
+    workspace, reserve = _extra_memory(handle, mode, descriptor, derived)
+    context.library.BatchNormalizationForwardTrainingEx(
+        *(handle, mode, _ONLY_NORMALIZE, *scales, *data, 0, 0, *output, *rest, 0),
+        *_sized(workspace),
+        *_sized(reserve),
+    )
+    return reserve
 
 
 def batch_normalization_forward_inference(
@@ -178,16 +196,19 @@ def batch_normalization_backward(
     """
     x, gy = context.contiguous(x), context.contiguous(gy)
     gx = context.cupy.empty(x.shape, x.dtype)
-    handle = context.get_handle()
     if reserve_space is None and cudnn_mode == names.CUDNN_BATCHNORM_SPATIAL_PERSISTENT:
         cudnn_mode = names.CUDNN_BATCHNORM_SPATIAL
-    descriptor, derived = _descriptors(x, is_for_conv2d, cudnn_mode, d_layout)
     wide = _parameter_dtype(x.dtype)
     gamma, mean, inv_std = (_converted(array, wide) for array in (gamma, mean, inv_std))
     if gy.dtype != x.dtype:
         gy = gy.astype(x.dtype)
     ggamma = context.cupy.empty(gamma.shape, wide)
     gbeta = context.cupy.empty(gamma.shape, wide)
+    if resident_normalization.can_do(x, is_for_conv2d, cudnn_mode, d_layout):
+        resident_normalization.backward(x, gy, gx, gamma, (mean, inv_std), (ggamma, gbeta))
+        return gx, ggamma, gbeta
+    handle = context.get_handle()
+    descriptor, derived = _descriptors(x, is_for_conv2d, cudnn_mode, d_layout)
     one, zero = context.ONE[x.dtype.char], context.ZERO[x.dtype.char]
     scales = (one, zero, one, zero)
     value = descriptor.value

@@ -40,6 +40,8 @@ class Assignment:
     elapsed_s: float | None
     fastest_tag: str
     fastest_workspace_bytes: int
+    #: What the leanest plan wants.
+    least_workspace_bytes: int
     fastest_s: float | None
     #: How often the plan was chosen; more than once where a limit became too low for it.
     choices: int

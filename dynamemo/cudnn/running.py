@@ -324,6 +324,7 @@ def _assignment(prepared: _Prepared) -> Assignment:
         elapsed_s=chooser.seconds(index),
         fastest_tag=chooser.candidates[fastest].tag,
         fastest_workspace_bytes=chooser.candidates[fastest].workspace_bytes,
+        least_workspace_bytes=chooser.candidates[chooser.best(-1)].workspace_bytes,
         fastest_s=chooser.seconds(fastest),
         choices=chooser.choices,
     )

@@ -209,7 +209,7 @@ def test_small_filters_with_views_at_odd_addresses(cupy):
 def test_double_backprop(cupy):
     def second(x, w):
         y = functions.convolution_2d(x, w, pad=1)
-        (gx,) = grad([y], [x], enable_double_backprop=True)
+        (gx,) = grad([y * y], [x], enable_double_backprop=True)
         return gx * gx
 
     arrays = [uniform(2, 3, 6, 6, dtype="d"), uniform(4, 3, 3, 3, dtype="d")]
@@ -281,8 +281,11 @@ def test_workspace_policies(cupy, source, policy):
 
     assert len(report) == 3
     for line in report:
-        assert limit is None or line.workspace_bytes <= limit or line.workspace_bytes < 64 << 10
-        assert line.elapsed_s is not None or policy == "none"
+        # Every algorithm of the older interface may want some: then it is the leanest.
+        assert limit is None or line.workspace_bytes <= max(limit, line.least_workspace_bytes)
+        assert limit is not None or line.elapsed_s is not None
+    if source == "graph":
+        assert all(line.least_workspace_bytes < 64 << 10 for line in report)
 
 
 def test_recorded_choices_give_the_same_bits_in_less_room(cupy):
@@ -348,6 +351,41 @@ def test_batch_normalization(cupy, dtype, shape, is_fast):
         assert_close(one, other, 5)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (64, 64, 56, 56),  # several blocks to a channel, several channels to a block
+        (16, 512, 28, 28),
+        (32, 2048, 7, 7),  # a block to a channel, elements one by one
+        (2, 3, 300, 301),  # few channels
+        (128, 1, 512, 512),  # more than fits: cuDNN's
+        (20, 30, 40, 5, 3),
+    ],
+)
+def test_batch_normalization_of_large_arrays(cupy, shape):
+    """Against double precision; the mean is far from zero."""
+    arrays = [uniform(*shape, dtype="f") + 5, *(uniform(shape[1], dtype="f") for _ in range(2))]
+
+    def run(dtype):
+        running = cupy.zeros(shape[1], dtype), cupy.ones(shape[1], dtype)
+        results = outputs_and_gradients(
+            lambda *a: functions.batch_normalization(
+                *a, running_mean=running[0], running_var=running[1]
+            ),
+            [array.astype(dtype) for array in arrays],
+        )
+        return [*results, *running]
+
+    got, again = run("f"), run("f")
+    with using_config("use_cudnn", "never"):
+        expected = run("d")
+
+    assert same_bits(got, again)
+    for one, other in zip(got, expected, strict=True):
+        error = cupy.linalg.norm((one - other).ravel()) / cupy.linalg.norm(other.ravel())
+        assert float(error) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_fixed_batch_normalization(cupy, dtype):
     parameter = "float32" if dtype == "float16" else dtype
@@ -384,6 +422,16 @@ POOLINGS = [
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_pooling_2d(cupy, dtype, pooling):
     assert_same_as_without(pooling, [uniform(3, 4, 10, 11, dtype=dtype)], uses=False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "options", [(3, 2, 0), (3, 2, 1), (3, 1, 1), (2, 2, 0), ((2, 5), (3, 1), 1)]
+)
+def test_max_pooling_gives_the_gradient_to_the_first_maximum(cupy, dtype, options):
+    x = cupy.maximum(uniform(3, 4, 40, 41, dtype=dtype), 0.5).astype(dtype)  # full of ties
+
+    assert_same_as_without(lambda x: functions.max_pooling_2d(x, *options), [x], uses=False)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
@@ -450,6 +498,10 @@ def test_spatial_transformer(cupy):
 def test_recurrent_layers(cupy, dtype, name):
     with using_config("dtype", np.dtype(dtype)):
         link = getattr(links, name)(2, 5, 4, 0.0)
+    # Biases of zero make a layer's input exactly zero where no unit below is active, and there
+    # cuDNN and Chainer take different slopes of ReLU.
+    for seed, param in enumerate(link.params()):
+        param.array[...] = np.random.default_rng(seed).uniform(-1, 1, param.shape)
     link.to_device("@cupy:0")
     sequences = [uniform(length, 5, dtype=dtype, seed=length) for length in (6, 4, 3)]
 
