@@ -26,7 +26,7 @@ import numpy
 
 from dynamemo.cudnn import context, names
 
-__all__ = ["Layout", "backward", "can_do", "forward", "layout_of"]
+__all__ = ["Layout", "Limits", "backward", "can_do", "forward", "layout_of"]
 
 _THREADS = 512
 #: Shared memory that a block has beside what it asks for, bytes: its sums, and what CUDA takes.
@@ -60,7 +60,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class Limits:
     """What a device has."""
 
     multiprocessors: int
@@ -69,7 +69,7 @@ class _Limits:
     block_shared_bytes: int
 
 
-def layout_of(channels: int, elements: int, arrays: int, limits: _Limits) -> Layout | None:
+def layout_of(channels: int, elements: int, arrays: int, limits: Limits) -> Layout | None:
     """Share channels out among blocks; None where a channel does not fit in all blocks together.
 
     Parameters
@@ -79,15 +79,15 @@ def layout_of(channels: int, elements: int, arrays: int, limits: _Limits) -> Lay
         Of one channel in one array.
     arrays : int
         That are kept: 1 forward, 2 backward.
-    limits : _Limits
+    limits : Limits
 
     Examples
     --------
-    >>> h200 = _Limits(132, 233472, 232448)
+    >>> h200 = Limits(132, 233472, 232448)
     >>> layout_of(2048, 64 * 49, 1, h200)
     Layout(group=1, groups=2048, part=3136, shared_bytes=12544)
     >>> layout_of(64, 64 * 112 * 112, 2, h200).group
-    132
+    66
     """
     for blocks_at_a_time in _BLOCKS_AT_A_TIME:
         room = limits.shared_bytes // blocks_at_a_time - _RESERVED
@@ -119,7 +119,7 @@ class _Launch:
 
     __slots__ = ("area", "layout", "scalars", "scratch_bytes")
 
-    def __init__(self, shape: tuple[int, ...], arrays: int, limits: _Limits) -> None:
+    def __init__(self, shape: tuple[int, ...], arrays: int, limits: Limits) -> None:
         self.area = math.prod(shape[2:])
         elements = shape[0] * self.area
         self.layout = layout = layout_of(shape[1], elements, arrays, limits)
@@ -150,11 +150,11 @@ def _launch_of(x: Any, arrays: int) -> _Launch:
     return launch
 
 
-def _limits_of(device: int) -> _Limits:
+def _limits_of(device: int) -> Limits:
     attributes = context.cupy.cuda.Device(device).attributes
     if not attributes["CooperativeLaunch"]:
-        return _Limits(0, 0, 0)
-    return _Limits(
+        return Limits(0, 0, 0)
+    return Limits(
         attributes["MultiProcessorCount"],
         attributes["MaxSharedMemoryPerMultiprocessor"],
         attributes["MaxSharedMemoryPerBlockOptin"],

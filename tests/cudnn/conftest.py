@@ -2,7 +2,15 @@
 
 import pytest
 
-from dynamemo.cudnn import context, convolution, dropout, running, settings
+from dynamemo.cudnn import (
+    context,
+    convolution,
+    dropout,
+    max_pooling_gradient,
+    resident_normalization,
+    running,
+    settings,
+)
 from tests.cudnn.fakes import attach_fakes
 
 
@@ -15,6 +23,9 @@ def fakes(monkeypatch):
     monkeypatch.setattr(running, "counters", running.Counters())
     monkeypatch.setattr(convolution, "_bias_kernels", {})
     monkeypatch.setattr(dropout, "_kernels", {})
+    monkeypatch.setattr(max_pooling_gradient, "_kernels", [])
+    monkeypatch.setattr(resident_normalization, "_kernels", {})
+    monkeypatch.setattr(resident_normalization, "_launches", {})
     monkeypatch.setattr(settings, "current", settings.Settings())
     monkeypatch.setattr(settings, "must_repeat", bool)
     monkeypatch.setattr(settings, "_max_workspace_bytes", settings.DEFAULT_MAX_WORKSPACE_BYTES)

@@ -24,6 +24,13 @@ _PROTOTYPES = {
     name: [part.strip() for part in " ".join(arguments.split()).split(",")]
     for name, arguments in re.findall(r"\b(cudnn\w+)\(([^)]*)\)", DECLARATIONS)
 }
+#: Of an H200.
+ATTRIBUTES = {
+    "CooperativeLaunch": 1,
+    "MultiProcessorCount": 132,
+    "MaxSharedMemoryPerMultiprocessor": 233472,
+    "MaxSharedMemoryPerBlockOptin": 232448,
+}
 #: Bytes that every query of a size gives.
 QUERIED_BYTES = 640
 
@@ -120,6 +127,9 @@ class FakeMemory:
         self.ptr = self._bytes.__array_interface__["data"][0]
         self.mem = SimpleNamespace(size=nbytes)
 
+    def memset_async(self, value: int, nbytes: int) -> None:
+        self._bytes[:nbytes] = value
+
 
 class FakeEvent:
     """An event of a clock that `FakeCupy` holds."""
@@ -152,6 +162,8 @@ class FakeCupy:
         self.allocated: list[int] = []
         #: Larger requests of memory fail.
         self.limit_bytes = 1 << 40
+        #: Names and arguments of the kernels launched.
+        self.launches: list[tuple[str, dict[str, Any]]] = []
         self.random = SimpleNamespace(rand=self._rand)
         self.cuda = SimpleNamespace(
             device=SimpleNamespace(get_device_id=lambda: self.device),
@@ -159,7 +171,7 @@ class FakeCupy:
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
             get_elapsed_time=lambda start, stop: stop.time_ms - start.time_ms,
             Event=lambda: FakeEvent(self),
-            Device=lambda: SimpleNamespace(compute_capability="90"),
+            Device=lambda *_: SimpleNamespace(compute_capability="90", attributes=ATTRIBUTES),
             alloc=self._alloc,
         )
 
@@ -177,7 +189,15 @@ class FakeCupy:
             "dynamemo_add_bias": _add_bias,
             "dynamemo_dropout_forward": _dropout_forward,
             "dynamemo_dropout_backward": _dropout_backward,
+            "dynamemo_max_pooling_gradient": _max_pooling_gradient,
         }[name]
+
+    def RawKernel(self, source: str, name: str, **options: Any) -> Any:
+        def kernel(grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
+            given = {"blocks": grid[0], "arguments": arguments, "shared_bytes": shared_mem}
+            self.launches.append((name, {**options, **given}))
+
+        return kernel
 
     def _rand(self, *shape: int, dtype: Any) -> Any:
         return numpy.random.RandomState(0).rand(*shape).astype(dtype)
@@ -201,6 +221,18 @@ def _dropout_forward(x: Any, random: Any, scale: Any, ratio: float, is_kept: Any
 
 def _dropout_backward(gy: Any, is_kept: Any, scale: Any, gx: Any) -> None:
     gx[...] = gy * (is_kept * scale)
+
+
+def _max_pooling_gradient(x: Any, y: Any, gy: Any, *rest: Any) -> None:
+    h, w, oh, ow, kh, kw, sy, sx, ph, pw, zero, gx = rest
+    assert zero.dtype == numpy.result_type(x.dtype, numpy.float32)
+    assert (x.shape[2:], y.shape[2:]) == ((h, w), (oh, ow))
+    gx[...] = 0
+    for n, c, oy, ox in numpy.ndindex(*y.shape):
+        top, left = max(0, oy * sy - ph), max(0, ox * sx - pw)
+        window = x[n, c, top : oy * sy - ph + kh, left : ox * sx - pw + kw]
+        r, column = numpy.unravel_index(window.argmax(), window.shape)
+        gx[n, c, top + r, left + column] += gy[n, c, oy, ox]
 
 
 def attach_fakes() -> tuple[FakeCupy, FakeFunctions]:
