@@ -10,34 +10,25 @@ from __future__ import annotations
 
 from dynamemo.cudnn.errors import CudnnError, NoPlanError
 from dynamemo.cudnn.records import Assignment, Counters, format_table
-from dynamemo.cudnn.running import (
-    Choices,
-    counters,
-    forget,
-    reconsider,
-    recording_choices,
-    report,
-    using_choices,
-)
+from dynamemo.cudnn.running import as_of, counters, forget, moment, reconsider, report
 from dynamemo.cudnn.settings import Settings, Source, configure, using_settings
 from dynamemo.cudnn.workspace import WorkspacePolicy
 
 __all__ = [
     "Assignment",
-    "Choices",
     "Counters",
     "CudnnError",
     "NoPlanError",
     "Settings",
     "Source",
     "WorkspacePolicy",
+    "as_of",
     "configure",
     "counters",
     "forget",
     "format_table",
+    "moment",
     "reconsider",
-    "recording_choices",
     "report",
-    "using_choices",
     "using_settings",
 ]

@@ -28,22 +28,12 @@ from dynamemo.cudnn.plans import Convolution, Direction, Plan, PlanSource
 from dynamemo.cudnn.records import Assignment, Counters
 from dynamemo.cudnn.workspace import Candidate, Chooser
 
-__all__ = [
-    "Choices",
-    "counters",
-    "forget",
-    "reconsider",
-    "recording_choices",
-    "report",
-    "run",
-    "using_choices",
-]
+__all__ = ["as_of", "counters", "forget", "moment", "reconsider", "report", "run"]
 
 #: Convolutions that stay prepared; the one prepared first goes first.
 PREPARED_AT_MOST = 1024
-
-#: What `recording_choices` collects: for each convolution run, which it was and its plan's tag.
-Choices = list[tuple[Any, str]]
+#: Changes of plan that a convolution remembers for `as_of`; in one iteration there are one or two.
+REMEMBERED_CHOICES = 64
 
 #: How often what was done, in this process.
 counters = Counters()
@@ -52,7 +42,7 @@ counters = Counters()
 class _Prepared:
     """A convolution's plans, and which is in force."""
 
-    __slots__ = ("calls", "chooser", "convolution", "plans", "ready")
+    __slots__ = ("calls", "chooser", "convolution", "history", "plans", "ready")
 
     def __init__(self, convolution: Convolution, plans: Sequence[Plan]) -> None:
         self.convolution = convolution
@@ -61,6 +51,15 @@ class _Prepared:
         #: Indices of the plans that were built.
         self.ready: set[int] = set()
         self.calls = 0
+        #: What was put in force when: (moment, index), in that order.
+        self.history: list[tuple[int, int]] = []
+
+    def index_as_of(self, when: int) -> int | None:
+        """Return the plan in force at a moment, or the first one after it; None for neither."""
+        earlier = [index for since, index in self.history if since <= when]
+        if earlier:
+            return earlier[-1]
+        return self.history[0][1] if self.history else None
 
 
 class _Call(NamedTuple):
@@ -74,17 +73,19 @@ class _Call(NamedTuple):
     is_tuned: bool
 
 
-class _Recording(threading.local):
+class _Prescription(threading.local):
     def __init__(self) -> None:
-        self.collected: Choices | None = None
-        self.prescribed: dict[Any, str] | None = None
+        #: The moment whose plans this thread runs, None for those in force.
+        self.moment: int | None = None
 
 
 _prepared: dict[Any, _Prepared] = {}
 #: Convolutions for which cuDNN has no plan.
 _hopeless: set[Any] = set()
 _lock = threading.RLock()
-_recording = _Recording()
+_prescription = _Prescription()
+#: How often a plan was put in force.
+_moment = 0
 
 
 def run(
@@ -123,17 +124,19 @@ def run(
         prepared = _prepare(key, handle)
     prepared.calls += 1
     call = _Call(handle, addresses, settings.current.limit_bytes(), flags[1])
-    if _recording.prescribed is not None and (tag := _recording.prescribed.get(key)) is not None:
-        index = _run_prescribed(prepared, call, tag)
+    index = None
+    if _prescription.moment is not None:
+        index = prepared.index_as_of(_prescription.moment)
+    if index is None:
+        _run_chosen(prepared, call)
     else:
-        index = _run_chosen(prepared, call)
+        _build(prepared, index, handle)
+        _enqueue(prepared.plans[index], call)
     counters.runs += 1
-    if _recording.collected is not None:
-        _recording.collected.append((key, prepared.plans[index].tag))
 
 
-def _run_chosen(prepared: _Prepared, call: _Call) -> int:
-    """Enqueue the plan in force, choosing it first where need be; return its index."""
+def _run_chosen(prepared: _Prepared, call: _Call) -> None:
+    """Enqueue the plan in force, choosing it first where need be."""
     chooser = prepared.chooser
     while True:
         index = chooser.assigned
@@ -151,17 +154,7 @@ def _run_chosen(prepared: _Prepared, call: _Call) -> int:
                 raise
             chooser.reject(index)
         else:
-            return index
-
-
-def _run_prescribed(prepared: _Prepared, call: _Call, tag: str) -> int:
-    """Enqueue the plan of that tag, whatever is in force; return its index."""
-    index = prepared.chooser.index_of(tag)
-    if index is None:
-        return _run_chosen(prepared, call)
-    _build(prepared, index, call.handle)
-    _enqueue(prepared.plans[index], call)
-    return index
+            return
 
 
 def _settle(prepared: _Prepared, call: _Call) -> int:
@@ -176,12 +169,23 @@ def _settle(prepared: _Prepared, call: _Call) -> int:
             except LookupError:
                 raise _no_plan(prepared.convolution) from None
             if index in prepared.ready:
+                _note(prepared, index)
                 return index
             try:
                 # What is built may need more than cuDNN said before: hence another round.
                 _build(prepared, index, call.handle)
             except CudnnError:
                 chooser.reject(index)
+
+
+def _note(prepared: _Prepared, index: int) -> None:
+    """Take note of the moment since which a plan is in force."""
+    global _moment
+    history = prepared.history
+    if not history or history[-1][1] != index:
+        _moment += 1
+        history.append((_moment, index))
+        del history[:-REMEMBERED_CHOICES]
 
 
 def _build(prepared: _Prepared, index: int, handle: int) -> None:
@@ -344,25 +348,27 @@ def reconsider() -> None:
             prepared.chooser.reconsider()
 
 
-@contextlib.contextmanager
-def recording_choices() -> Iterator[Choices]:
-    """Collect which plan each convolution of this thread runs, for `using_choices`."""
-    before, _recording.collected = _recording.collected, []
-    try:
-        yield _recording.collected
-    finally:
-        _recording.collected = before
+def moment() -> int:
+    """Return a number that stands for the plans now in force, for `as_of`. Costs next to nothing.
 
-
-@contextlib.contextmanager
-def using_choices(choices: Choices) -> Iterator[None]:
-    """Run in this thread the plans that were recorded, whatever is in force or free.
-
-    A function that is applied again to rebuild its outputs gives the same bits under it. The
-    workspace is asked of the allocator like any other memory.
+    Read it after a function was applied, and keep it with whatever can apply it again.
     """
-    before, _recording.prescribed = _recording.prescribed, dict(choices)
+    return _moment
+
+
+@contextlib.contextmanager
+def as_of(when: int) -> Iterator[None]:
+    """Run in this thread the plans that were in force at a `moment`, whatever is now or is free.
+
+    A function that is applied again to rebuild its outputs gives the same bits under it. Where no
+    plan was changed since, which is so in any steady loop, the plans are the same without it. The
+    workspace is asked of the allocator like any other memory.
+
+    Holds for convolutions that are still prepared: not after `forget`, and not where
+    `PREPARED_AT_MOST` others were prepared since.
+    """
+    before, _prescription.moment = _prescription.moment, when
     try:
         yield
     finally:
-        _recording.prescribed = before
+        _prescription.moment = before

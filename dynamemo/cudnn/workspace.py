@@ -128,13 +128,6 @@ class Chooser:
         """Let the next call choose anew."""
         self.assigned = None
 
-    def index_of(self, tag: str) -> int | None:
-        """Return the index of the usable candidate of that tag, None where there is none."""
-        for index in self.usable():
-            if self.candidates[index].tag == tag:
-                return index
-        return None
-
     def seconds(self, index: int) -> float | None:
         """Return the measured device time of a candidate, None where it was not timed."""
         return self._seconds.get(index)

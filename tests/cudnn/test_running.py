@@ -283,20 +283,56 @@ def test_a_choice_stays_while_admitted_and_falls_with_what_is_free(planned):
     assert runs(plans) == [3, 2, 0]
 
 
-def test_recorded_choices_are_run_again_whatever_is_free(planned):
+def test_plans_of_a_moment_are_run_again_whatever_is_free(planned):
+    plans, _ = planned((100, 1), (10, 1), (0, 1))
+    free = [1000]
+    moments = []
+
+    with cudnn.using_settings(workspace="free", available_bytes=lambda: free[0]):
+        for free[0] in (1000, 100, 50, 0):
+            forward()
+            moments.append(cudnn.moment())
+        assert runs(plans) == [2, 1, 1]
+        for when in reversed(moments):
+            with cudnn.as_of(when):
+                forward()
+        forward()
+
+    assert runs(plans) == [4, 2, 3]
+
+
+def test_where_no_plan_was_changed_the_moment_is_the_same_and_nothing_else_is_needed(planned):
     plans, _ = planned((100, 1), (0, 1))
-    free = 1000
 
-    with cudnn.using_settings(workspace="free", available_bytes=lambda: free):
-        with cudnn.recording_choices() as choices:
-            forward()
-        free = 0
+    forward()
+    when = cudnn.moment()
+    for _ in range(3):
         forward()
-        with cudnn.using_choices(choices):
-            forward()
+    cudnn.reconsider()
+    forward()
+
+    assert cudnn.moment() == when
+    assert runs(plans) == [5, 0]
+
+
+def test_a_moment_before_its_first_plan_stands_for_that_plan(planned):
+    plans, _ = planned((100, 1), (0, 1))
+    when = cudnn.moment()
+    forward()
+
+    with cudnn.using_settings(workspace="none"), cudnn.as_of(when):
         forward()
 
-    assert runs(plans) == [2, 2]
+    assert runs(plans) == [2, 0]
+
+
+def test_as_of_a_moment_a_convolution_that_never_ran_is_chosen_as_ever(planned):
+    plans, _ = planned((100, 1), (0, 1))
+
+    with cudnn.as_of(cudnn.moment()), cudnn.using_settings(workspace="none"):
+        forward()
+
+    assert runs(plans) == [0, 1]
 
 
 def test_the_report_sets_the_assigned_beside_the_fastest(planned):

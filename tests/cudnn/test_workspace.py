@@ -153,13 +153,6 @@ class ChoosingMachine(RuleBasedStateMachine):
         self.workspaces[index] = nbytes
         self.chooser.note_workspace(index, nbytes)
 
-    @precondition(lambda self: self.usable())
-    @rule(data=st.data())
-    def find_by_tag(self, data):
-        index = data.draw(st.integers(0, len(self.workspaces) - 1))
-        expected = None if index in self.rejected else index
-        assert self.chooser.index_of(f"plan {index}") == expected
-
     @invariant()
     def is_valid(self):
         self.chooser.validate()

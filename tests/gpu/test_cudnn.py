@@ -288,20 +288,17 @@ def test_workspace_policies(cupy, source, policy):
         assert all(line.least_workspace_bytes < 64 << 10 for line in report)
 
 
-def test_recorded_choices_give_the_same_bits_in_less_room(cupy):
+def test_plans_of_a_moment_give_the_same_bits_in_less_room(cupy):
     x, w = uniform(16, 64, 28, 28, dtype="f"), uniform(64, 64, 3, 3, dtype="f")
 
     def apply():
         return functions.convolution_2d(x, w, pad=1).array
 
-    with (
-        cudnn.using_settings(tf32=True, workspace="fastest"),
-        cudnn.recording_choices() as choices,
-    ):
-        first = apply()
+    with cudnn.using_settings(tf32=True, workspace="fastest"):
+        first, when = apply(), cudnn.moment()
     with cudnn.using_settings(tf32=True, workspace="none"):
         apply()
-        with cudnn.using_choices(choices):
+        with cudnn.as_of(when):
             again = apply()
 
     assert (first == again).all()
