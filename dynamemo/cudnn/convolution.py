@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamemo.cudnn import context, names, settings
+from dynamemo.cudnn import context, elementwise, names, settings
 from dynamemo.cudnn.running import run
 
 __all__ = ["convolution_backward_data", "convolution_backward_filter", "convolution_forward"]
@@ -110,9 +110,12 @@ def _add_bias(y: Any, bias: Any, layout: int) -> None:
     """Add ``(c,)`` to every pixel of `y`, in place."""
     channels = bias.size
     area = 1 if layout == names.CUDNN_TENSOR_NHWC else y.size // (y.shape[0] * channels)
+    bias = context.contiguous(bias)
+    if elementwise.add_bias(y, bias, area):
+        return
     # Divisions in 32 bits hide behind the memory traffic, those in 64 bits would not.
     kernel = _bias_kernel("long long" if y.size >> 32 else "unsigned int")
-    kernel(y, context.contiguous(bias), area, channels, y)
+    kernel(y, bias, area, channels, y)
 
 
 def _bias_kernel(index_type: str) -> Any:

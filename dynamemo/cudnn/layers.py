@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dynamemo.cudnn import context, max_pooling_gradient, names, settings
+from dynamemo.cudnn import context, elementwise, max_pooling_gradient, names, settings
 from dynamemo.cudnn.errors import CudnnError, NoPlanError
 from dynamemo.cudnn.library import Descriptor
 
@@ -149,7 +149,7 @@ def activation_forward(x: Any, mode: int, coef: float = 0.0) -> Any:
     """Return an activation of every element."""
     x = context.contiguous(x)
     y = context.cupy.empty(x.shape, x.dtype)
-    if not x.size:
+    if not x.size or elementwise.rectify(x, y, mode):
         return y
     handle = context.get_handle()
     value = _flat(x).value
@@ -164,7 +164,7 @@ def activation_backward(x: Any, y: Any, gy: Any, mode: int, coef: float = 0.0) -
     """Return the gradient of the input of an activation."""
     x, y, gy = context.contiguous(x), context.contiguous(y), context.contiguous(gy)
     gx = context.cupy.empty(x.shape, x.dtype)
-    if not y.size:
+    if not y.size or elementwise.rectify_gradient(y, gy, gx, mode):
         return gx
     handle = context.get_handle()
     value = _flat(x).value

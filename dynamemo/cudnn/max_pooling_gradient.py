@@ -36,26 +36,24 @@ def write(x: Any, y: Any, gy: Any, gx: Any, *, window: tuple[int, ...]) -> None:
         Height and width of the window, of its steps, and of the pad.
     """
     extents = map(numpy.int32, (*x.shape[2:], *y.shape[2:], *window))
-    # Half precision is compared and added up in single.
-    zero = numpy.float64(0) if x.dtype.char == "d" else numpy.float32(0)
-    _get_kernel()(x, y, gy, *extents, zero, gx)
+    _kernel("double" if x.dtype.char == "d" else "float")(x, y, gy, *extents, gx)
 
 
-def _get_kernel() -> Any:
-    if not _kernels:
-        _kernels.append(
-            context.cupy.ElementwiseKernel(
-                "raw T x, raw T y, raw T gy, int32 h, int32 w, int32 oh, int32 ow, "
-                "int32 kh, int32 kw, int32 sy, int32 sx, int32 ph, int32 pw, A zero",
-                "T gx",
-                _OPERATION,
-                "dynamemo_max_pooling_gradient",
-            )
+def _kernel(sum_type: str) -> Any:
+    """Return the kernel that compares and adds up in a type: for half precision in single."""
+    kernel = _kernels.get(sum_type)
+    if kernel is None:
+        kernel = _kernels[sum_type] = context.cupy.ElementwiseKernel(
+            "raw T x, raw T y, raw T gy, int32 h, int32 w, int32 oh, int32 ow, "
+            "int32 kh, int32 kw, int32 sy, int32 sx, int32 ph, int32 pw",
+            "T gx",
+            f"typedef {sum_type} A;{_OPERATION}",
+            "dynamemo_max_pooling_gradient",
         )
-    return _kernels[0]
+    return kernel
 
 
-_kernels: list[Any] = []
+_kernels: dict[str, Any] = {}
 
 _OPERATION = """
 const int place = i;
@@ -69,7 +67,7 @@ const int top = row + ph < kh ? 0 : (row + ph - kh) / sy + 1;
 const int bottom = min(oh, (row + ph) / sy + 1);
 const int left = column + pw < kw ? 0 : (column + pw - kw) / sx + 1;
 const int right = min(ow, (column + pw) / sx + 1);
-A sum = zero;
+A sum = 0;
 for (int oy = top; oy < bottom; ++oy) {
     for (int ox = left; ox < right; ++ox) {
         const int window = y_plane + oy * ow + ox;

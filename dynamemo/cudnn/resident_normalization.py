@@ -22,13 +22,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
 from dynamemo.cudnn import context, names
+from dynamemo.cudnn.kernels import THREADS, Kernel, arguments, is_aligned
 
 __all__ = ["Layout", "Limits", "backward", "can_do", "forward", "layout_of"]
 
-_THREADS = 512
 #: Shared memory that a block has beside what it asks for, bytes: its sums, and what CUDA takes.
 _RESERVED = 2048
 #: Blocks on a multiprocessor, in the order they are tried: with several, some load while others
@@ -101,10 +99,10 @@ def layout_of(channels: int, elements: int, arrays: int, limits: Limits) -> Layo
         )
         if group <= 1:
             return _layout(1, channels, elements, arrays)
-        if group <= min(resident, _THREADS):
+        if group <= min(resident, THREADS):
             groups = min(channels, resident // group)
             # The blocks that are left over help, as far as their sums can be read at once.
-            group = min(resident // groups, _THREADS)
+            group = min(resident // groups, THREADS)
             return _layout(group, groups, elements, arrays)
     return None
 
@@ -117,7 +115,7 @@ def _layout(group: int, groups: int, elements: int, arrays: int) -> Layout:
 class _Launch:
     """What every launch for one shape has in common."""
 
-    __slots__ = ("area", "layout", "scalars", "scratch_bytes")
+    __slots__ = ("area", "layout", "numbers", "scratch_bytes")
 
     def __init__(self, shape: tuple[int, ...], arrays: int, limits: Limits) -> None:
         self.area = math.prod(shape[2:])
@@ -127,8 +125,7 @@ class _Launch:
             return
         #: Two rounds of two sums of each block, and of each group how many have arrived.
         self.scratch_bytes = layout.blocks * 16 + layout.groups * 4 if layout.group > 1 else 0
-        numbers = (shape[1], self.area, elements, layout.part, layout.group)
-        self.scalars = tuple(map(numpy.uint32, numbers))
+        self.numbers = (shape[1], self.area, elements, layout.part, layout.group)
 
 
 def can_do(x: Any, is_for_conv2d: bool, cudnn_mode: int, layout: int) -> bool:
@@ -190,8 +187,7 @@ def forward(
     share : float
         Of the new statistics in the running ones.
     """
-    scalars = numpy.float32(eps), numpy.float32(share)
-    _enqueue("normalize", 1, (x, y, *parameters, *running, *saved), scalars)
+    _enqueue("normalize", 1, (x, y, *parameters, *running, *saved), (eps, share))
 
 
 def backward(
@@ -213,40 +209,35 @@ def _enqueue(
     layout = launch.layout
     assert layout is not None
     addresses = [array.data.ptr for array in arrays]
-    is_wide = not (launch.area & 3 or (addresses[0] | addresses[1] | addresses[2]) & 15)
-    kernel = _kernel(name, is_wide, layout.group > 1, arrays[0].data.device_id)
-    sums = arrived = 0
+    is_wide = not launch.area & 3 and is_aligned(*addresses[:3])
+    device = arrays[0].data.device_id
     if launch.scratch_bytes:
         memory = context.allocate(launch.scratch_bytes)
         memory.memset_async(0, launch.scratch_bytes)
-        sums, arrived = memory.ptr, memory.ptr + layout.blocks * 16
-    kernel(
-        *((layout.blocks,), (_THREADS,), (*addresses, sums, arrived, *launch.scalars, *scalars)),
-        shared_mem=layout.shared_bytes,
-    )
+        addresses += (0,) * (8 - len(addresses))
+        addresses += (memory.ptr, memory.ptr + layout.blocks * 16)
+    kernel = _kernel(name, is_wide, layout.group > 1, device)
+    given = arguments(tuple(addresses), launch.numbers, scalars)
+    kernel.launch(device, layout.blocks, given, shared_bytes=layout.shared_bytes)
 
 
-def _kernel(name: str, is_wide: bool, is_cooperative: bool, device: int) -> Any:
+def _kernel(name: str, is_wide: bool, is_cooperative: bool, device: int) -> Kernel:
     key = (name, is_wide, is_cooperative, device)
     kernel = _kernels.get(key)
     if kernel is None:
-        kernel = context.cupy.RawKernel(
-            _SOURCE,
+        kernel = _kernels[key] = Kernel(
             name,
-            options=(f"-DWIDTH={4 if is_wide else 1}", f"-DTHREADS={_THREADS}"),
-            enable_cooperative_groups=is_cooperative,
+            _SOURCE,
+            options=(f"-DWIDTH={4 if is_wide else 1}",),
+            is_cooperative=is_cooperative,
+            shared_bytes=_limits_of(device).block_shared_bytes - _RESERVED,
         )
-        kernel.max_dynamic_shared_size_bytes = _limits_of(device).block_shared_bytes - _RESERVED
-        kernel.preferred_shared_memory_carveout = 100
-        _kernels[key] = kernel
     return kernel
 
 
-_kernels: dict[Any, Any] = {}
+_kernels: dict[Any, Kernel] = {}
 
 _SOURCE = r"""
-typedef unsigned int u32;
-typedef unsigned long long u64;
 struct Pair { float a, b; };
 struct alignas(WIDTH * 4) Pack { float at[WIDTH]; };
 
@@ -270,7 +261,10 @@ __device__ Pair block_sum(Pair value, Pair* scratch) {
 }
 
 // Blocks of a group show each other their sums; thread t gets those of block t.
-__device__ Pair exchange(Pair mine, float2* sums, u32* arrived, u32 group, u32 round) {
+__device__ Pair exchange(Pair mine, const Arguments& given, u32 round) {
+    const u32 group = given.numbers[4];
+    float2* sums = (float2*)given.at[8];
+    u32* arrived = (u32*)given.at[9];
     float2* slots = sums + (round & 1) * gridDim.x + blockIdx.x / group * group;
     if (!threadIdx.x) {
         u32* count = arrived + blockIdx.x / group;
@@ -293,8 +287,9 @@ __device__ Pair exchange(Pair mine, float2* sums, u32* arrived, u32 group, u32 r
 struct Part {
     u32 channels, area, elements, part, group;
     u32 first, count;
-    __device__ Part(u32 channels, u32 area, u32 elements, u32 part, u32 group)
-        : channels(channels), area(area), elements(elements), part(part), group(group) {
+    __device__ Part(const Arguments& given)
+        : channels(given.numbers[0]), area(given.numbers[1]), elements(given.numbers[2]),
+          part(given.numbers[3]), group(given.numbers[4]) {
         first = blockIdx.x % group * part;
         count = count_of(blockIdx.x % group);
     }
@@ -316,17 +311,16 @@ struct Part {
 #define FOR_EACH_KEPT(i) for (u32 i = threadIdx.x * WIDTH; i < own.count; i += STEP)
 #define FOR_WIDTH(w) _Pragma("unroll") for (u32 w = 0; w < WIDTH; ++w)
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(
-    const float* __restrict__ x, float* __restrict__ y,
-    const float* __restrict__ gamma, const float* __restrict__ beta,
-    float* running_mean, float* running_variance, float* saved_mean, float* saved_inverse,
-    float2* sums, u32* arrived,
-    u32 channels, u32 area, u32 elements, u32 part, u32 group, float eps, float share
-) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(const Arguments given) {
+    const float* __restrict__ x = given.at[0];
+    float* __restrict__ y = given.at[1];
+    float *running_mean = given.at[4], *running_variance = given.at[5];
+    const float eps = given.scalars[0], share = given.scalars[1];
     extern __shared__ float4 memory[];
     __shared__ Pair scratch[32];
     float* kept = (float*)memory;
-    const Part own(channels, area, elements, part, group);
+    const Part own(given);
+    const u32 channels = own.channels, elements = own.elements, group = own.group;
     const u32 groups = gridDim.x / group;
     u32 round = 0;
     for (u32 channel = blockIdx.x / group; channel < channels; channel += groups, ++round) {
@@ -348,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(
         }
         squares = block_sum(Pair{squares, 0}, scratch).a;
         if (group > 1) {
-            const Pair theirs = exchange(Pair{sum, squares}, sums, arrived, group, round);
+            const Pair theirs = exchange(Pair{sum, squares}, given, round);
             mean = block_sum(Pair{theirs.a, 0}, scratch).a / elements;
             const u32 count = threadIdx.x < group ? own.count_of(threadIdx.x) : 0;
             const float apart = count ? theirs.a / count - mean : 0;
@@ -356,13 +350,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(
         }
         const float inverse = 1.0f / sqrtf(squares / elements + eps);
         if (!threadIdx.x && blockIdx.x % group == 0) {
-            saved_mean[channel] = mean;
-            saved_inverse[channel] = inverse;
+            given.at[6][channel] = mean;
+            given.at[7][channel] = inverse;
             const float variance = squares / max(elements - 1, 1u);
             running_mean[channel] = running_mean[channel] * (1 - share) + mean * share;
             running_variance[channel] = running_variance[channel] * (1 - share) + variance * share;
         }
-        const float scale = gamma[channel] * inverse, shift = beta[channel];
+        const float scale = given.at[2][channel] * inverse, shift = given.at[3][channel];
         FOR_EACH_KEPT(i) {
             Pack pack = *(const Pack*)(kept + i);
             FOR_WIDTH(w) pack.at[w] = (pack.at[w] - mean) * scale + shift;
@@ -371,21 +365,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_backward(
-    const float* __restrict__ x, const float* __restrict__ gy, float* __restrict__ gx,
-    const float* __restrict__ gamma, const float* __restrict__ saved_mean,
-    const float* __restrict__ saved_inverse, float* ggamma, float* gbeta,
-    float2* sums, u32* arrived,
-    u32 channels, u32 area, u32 elements, u32 part, u32 group
-) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_backward(const Arguments given) {
+    const float *__restrict__ x = given.at[0], *__restrict__ gy = given.at[1];
+    float* __restrict__ gx = given.at[2];
     extern __shared__ float4 memory[];
     __shared__ Pair scratch[32];
-    float *kept_x = (float*)memory, *kept_gy = kept_x + part;
-    const Part own(channels, area, elements, part, group);
+    const Part own(given);
+    float *kept_x = (float*)memory, *kept_gy = kept_x + own.part;
+    const u32 channels = own.channels, elements = own.elements, group = own.group;
     const u32 groups = gridDim.x / group;
     u32 round = 0;
     for (u32 channel = blockIdx.x / group; channel < channels; channel += groups, ++round) {
-        const float mean = saved_mean[channel], inverse = saved_inverse[channel];
+        const float mean = given.at[4][channel], inverse = given.at[5][channel];
         Pair sum{0, 0};
         FOR_EACH_BATCH(i) {
             Pack loaded_x[BATCH], loaded_gy[BATCH];
@@ -406,12 +397,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) normalize_backward(
         }
         sum = block_sum(sum, scratch);
         if (group > 1)
-            sum = block_sum(exchange(sum, sums, arrived, group, round), scratch);
+            sum = block_sum(exchange(sum, given, round), scratch);
         if (!threadIdx.x && blockIdx.x % group == 0) {
-            ggamma[channel] = sum.a;
-            gbeta[channel] = sum.b;
+            given.at[6][channel] = sum.a;
+            given.at[7][channel] = sum.b;
         }
-        const float scale = gamma[channel] * inverse;
+        const float scale = given.at[3][channel] * inverse;
         const float slope = sum.a / elements, offset = sum.b / elements;
         FOR_EACH_KEPT(i) {
             Pack pack = *(const Pack*)(kept_x + i);

@@ -6,6 +6,7 @@ from dynamemo.cudnn import (
     context,
     convolution,
     dropout,
+    elementwise,
     max_pooling_gradient,
     resident_normalization,
     running,
@@ -23,7 +24,8 @@ def fakes(monkeypatch):
     monkeypatch.setattr(running, "counters", running.Counters())
     monkeypatch.setattr(convolution, "_bias_kernels", {})
     monkeypatch.setattr(dropout, "_kernels", {})
-    monkeypatch.setattr(max_pooling_gradient, "_kernels", [])
+    monkeypatch.setattr(elementwise, "_kernels", {})
+    monkeypatch.setattr(max_pooling_gradient, "_kernels", {})
     monkeypatch.setattr(resident_normalization, "_kernels", {})
     monkeypatch.setattr(resident_normalization, "_launches", {})
     monkeypatch.setattr(settings, "current", settings.Settings())

@@ -7,15 +7,16 @@ memory that answer like CuPy's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 
-from dynamemo.cudnn import context
+from dynamemo.cudnn import context, kernels
 from dynamemo.cudnn.declarations import DECLARATIONS
 from dynamemo.cudnn.library import Library, ffi
 
@@ -145,6 +146,25 @@ class FakeEvent:
         self._cupy.waits += 1
 
 
+class Launch(NamedTuple):
+    """A kernel of our own that was launched."""
+
+    name: str
+    options: tuple[str, ...]
+    is_cooperative: bool
+    blocks: int
+    shared_bytes: int
+    addresses: list[int]
+    numbers: list[int]
+    scalars: list[float]
+
+
+def read_arguments(place: int) -> tuple[list[int], list[int], list[float]]:
+    """Read the structure that is the only argument of our kernels."""
+    given = kernels._ffi.cast("arguments_t **", place)[0]
+    return list(given.at), list(given.numbers), list(given.scalars)
+
+
 class FakeCupy:
     """The part of CuPy that is used."""
 
@@ -162,14 +182,19 @@ class FakeCupy:
         self.allocated: list[int] = []
         #: Larger requests of memory fail.
         self.limit_bytes = 1 << 40
-        #: Names and arguments of the kernels launched.
-        self.launches: list[tuple[str, dict[str, Any]]] = []
+        #: The kernels launched.
+        self.launches: list[Launch] = []
+        self._kernels: list[tuple[str, Any]] = []
         self.random = SimpleNamespace(rand=self._rand)
         self.cuda = SimpleNamespace(
             device=SimpleNamespace(get_device_id=lambda: self.device),
             runtime=SimpleNamespace(runtimeGetVersion=lambda: 13010),
             get_current_stream=lambda: SimpleNamespace(ptr=self.stream),
             get_elapsed_time=lambda start, stop: stop.time_ms - start.time_ms,
+            driver=SimpleNamespace(
+                launchKernel=functools.partial(self._launch, False),
+                launchCooperativeKernel=functools.partial(self._launch, True),
+            ),
             Event=lambda: FakeEvent(self),
             Device=lambda *_: SimpleNamespace(compute_capability="90", attributes=ATTRIBUTES),
             alloc=self._alloc,
@@ -192,12 +217,17 @@ class FakeCupy:
             "dynamemo_max_pooling_gradient": _max_pooling_gradient,
         }[name]
 
-    def RawKernel(self, source: str, name: str, **options: Any) -> Any:
-        def kernel(grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
-            given = {"blocks": grid[0], "arguments": arguments, "shared_bytes": shared_mem}
-            self.launches.append((name, {**options, **given}))
+    def RawKernel(self, source: str, name: str, options: Any) -> Any:
+        self._kernels.append((name, options))
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=len(self._kernels) - 1))
 
-        return kernel
+    def _launch(self, is_cooperative: bool, function: int, blocks: int, *rest: int) -> None:
+        name, options = self._kernels[function]
+        shared_bytes, stream, place = rest[5:8]
+        assert stream == self.stream
+        self.launches.append(
+            Launch(name, options, is_cooperative, blocks, shared_bytes, *read_arguments(place))
+        )
 
     def _rand(self, *shape: int, dtype: Any) -> Any:
         return numpy.random.RandomState(0).rand(*shape).astype(dtype)
@@ -224,8 +254,7 @@ def _dropout_backward(gy: Any, is_kept: Any, scale: Any, gx: Any) -> None:
 
 
 def _max_pooling_gradient(x: Any, y: Any, gy: Any, *rest: Any) -> None:
-    h, w, oh, ow, kh, kw, sy, sx, ph, pw, zero, gx = rest
-    assert zero.dtype == numpy.result_type(x.dtype, numpy.float32)
+    h, w, oh, ow, kh, kw, sy, sx, ph, pw, gx = rest
     assert (x.shape[2:], y.shape[2:]) == ((h, w), (oh, ow))
     gx[...] = 0
     for n, c, oy, ox in numpy.ndindex(*y.shape):

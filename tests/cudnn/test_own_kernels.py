@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamemo.cudnn import layers, names, normalization, resident_normalization
+from dynamemo.cudnn import elementwise, layers, names, normalization, resident_normalization
 from dynamemo.cudnn.resident_normalization import Limits, layout_of
 from tests.cudnn.fakes import FakeArray
 
@@ -62,15 +62,15 @@ def test_large_arrays_are_normalised_by_one_launch_in_each_direction(fakes, area
     gx, ggamma, gbeta = normalize(x)
 
     assert functions.names() == []
-    assert [name for name, _ in cupy.launches] == ["normalize", "normalize_backward"]
+    assert [launch.name for launch in cupy.launches] == ["normalize", "normalize_backward"]
     width = 4 if area == (56, 56) and not x.data.ptr & 15 else 1
-    for (_, launch), count in zip(cupy.launches, (10 + 7, 10 + 5), strict=True):
-        assert launch["options"][0] == f"-DWIDTH={width}"
-        assert launch["enable_cooperative_groups"]
-        numbers = launch["arguments"][10:15]
-        assert [type(number) for number in numbers] == [numpy.uint32] * 5
-        assert numbers[:3] == (64, area[0] * area[1], 64 * area[0] * area[1])
-        assert len(launch["arguments"]) == count
+    for launch in cupy.launches:
+        assert launch.options == (f"-DWIDTH={width}",)
+        assert launch.is_cooperative
+        assert launch.numbers[:3] == [64, area[0] * area[1], 64 * area[0] * area[1]]
+        assert launch.addresses[0] == x.data.ptr
+        assert launch.addresses[9] - launch.addresses[8] == launch.blocks * 16
+    assert cupy.launches[0].scalars == pytest.approx([2e-5, 0.1])
     assert (gx.shape, ggamma.shape, gbeta.shape) == (x.shape, (64,), (64,))
 
 
@@ -79,9 +79,10 @@ def test_a_block_that_has_a_channel_to_itself_waits_for_nobody(fakes):
 
     normalize(array(16, 512, 7, 7))
 
-    assert [launch["enable_cooperative_groups"] for _, launch in cupy.launches] == [False, False]
-    assert [launch["blocks"] for _, launch in cupy.launches] == [512, 512]
-    assert all(launch["arguments"][8:10] == (0, 0) for _, launch in cupy.launches)
+    for launch in cupy.launches:
+        assert not launch.is_cooperative
+        assert launch.blocks == 512
+        assert launch.addresses[8:] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,73 @@ def test_a_device_without_cooperative_launch_leaves_all_to_cudnn(fakes, monkeypa
     normalize(array(16, 64, 32, 32))
 
     assert (cupy.launches, len(functions.names())) == ([], 2)
+
+
+def at(array, offset):
+    """Return the array's data from an address that is a multiple of 16 but for an offset."""
+    memory = numpy.zeros(array.nbytes + 32, numpy.uint8).view(FakeArray)
+    start = -memory.data.ptr % 16 + offset
+    copied = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 2048, 2049])
+def test_relu_takes_four_elements_at_a_time_and_what_is_left(fakes, size, monkeypatch):
+    cupy, functions = fakes
+    monkeypatch.setattr(cupy, "empty", lambda shape, dtype: at(array(*shape), 0))
+    x = at(array(size), 0)
+
+    y = layers.activation_forward(x, names.CUDNN_ACTIVATION_RELU)
+    gx = layers.activation_backward(y, y, x, names.CUDNN_ACTIVATION_RELU)
+
+    forward, backward = cupy.launches
+    assert forward.addresses[:2] == [x.data.ptr, y.data.ptr]
+    assert backward.addresses[:3] == [y.data.ptr, x.data.ptr, gx.data.ptr]
+    for launch in cupy.launches:
+        assert launch.numbers[0] == size
+        assert launch.blocks * 512 > size // 4
+    assert functions.names() == []
+
+
+@pytest.mark.parametrize(
+    ("x", "mode"),
+    [
+        (at(array(8), 4), names.CUDNN_ACTIVATION_RELU),
+        (array(8, dtype="e"), names.CUDNN_ACTIVATION_RELU),
+        (array(8, dtype="d"), names.CUDNN_ACTIVATION_RELU),
+        (array(8), names.CUDNN_ACTIVATION_TANH),
+    ],
+)
+def test_other_activations_are_left_to_cudnn(fakes, x, mode):
+    cupy, functions = fakes
+
+    y = layers.activation_forward(x, mode)
+    layers.activation_backward(x, y, x, mode)
+
+    assert functions.names() == ["cudnnActivationForward", "cudnnActivationBackward"]
+    assert cupy.launches == []
+
+
+@pytest.mark.parametrize(
+    ("y", "is_ours"),
+    [
+        (at(array(2, 3, 6, 6), 0), True),
+        (at(array(2, 3, 6, 6), 4), False),
+        (at(array(2, 3, 5, 5), 0), False),
+        (at(array(2, 3, 6, 6, dtype="d"), 0), False),
+    ],
+)
+def test_a_bias_is_added_to_four_elements_at_a_time(fakes, y, is_ours):
+    cupy, _ = fakes
+    bias = array(3, dtype=y.dtype)
+
+    assert elementwise.add_bias(y, bias, y.shape[2] * y.shape[3]) is is_ours
+
+    for launch in cupy.launches:
+        assert launch.numbers[:3] == [y.size, 9, 3]
+        assert launch.addresses[:2] == [y.data.ptr, bias.data.ptr]
+    assert len(cupy.launches) == is_ours
 
 
 @pytest.mark.parametrize("dtype", ["e", "f", "d"])
