@@ -9,6 +9,11 @@ after the other. The host does not wait within a run: events mark the steps, and
 times between them is taken after it. PyTorch is eager, with `cudnn.benchmark` where ``--autotune``
 is given, which is Chainer's `autotune`.
 
+``--workspaces`` measures something else: how a limit on memory shares out the workspaces of the
+first net at the first of the batches, and what that costs, as figure 12 of SuperNeurons does. The
+limits are multiples of what the step has in use without any workspace; each convolution gets the
+fastest plan within what is free when it first runs. Beside them stand "none" and "fastest".
+
 Usage: python -m benchmarks.convolution [--nets resnet50,vgg16] [--batches 16,64,256]
        [--repeats N] [--autotune] [--workspace 64MiB] [--frameworks chainer,torch]
        [--profile] [--workspaces] [--out FILE]
@@ -26,11 +31,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from benchmarks.environment import describe
 from dynamemo import cudnn  # before any function here imports Chainer
+from dynamemo.allocator import format_bytes
 
+#: Limits of ``--workspaces``, in what the step has in use without workspaces.
+WORKSPACE_FACTORS = (1.05, 1.15, 1.5)
 #: The batch, and the times PyTorch's step, of the claim.
 CLAIMED_BATCH, CLAIMED_RATIO = 256, 1.1
 IMAGE = (3, 224, 224)
@@ -46,14 +55,15 @@ def main() -> int:
         for result in _CHILDREN[options.child](options):
             print(json.dumps(result), flush=True)
         return 0
+    if options.workspaces:
+        results = _start("workspaces", sys.argv[1:])
+        _write(options, results)
+        return 0 if results else 1
     runs = {name: _start(name, sys.argv[1:]) for name in options.frameworks.split(",")}
     rows = [_row(net, batch, runs) for net, batch in _cases(options)]
     for row in rows:
         print(_line(row))
-    if options.out:
-        result = {"environment": describe(), "options": vars(options), "runs": rows}
-        with open(options.out, "w") as file:
-            json.dump(result, file, indent=2)
+    _write(options, rows)
     failures = [
         row
         for row in rows
@@ -63,6 +73,13 @@ def main() -> int:
     for row in failures:
         print(f"FAILED: {row['ratio']:.2f} times PyTorch's step, {CLAIMED_RATIO} claimed")
     return 1 if failures else 0
+
+
+def _write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    if options.out:
+        result = {"environment": describe(), "options": vars(options), "runs": rows}
+        with open(options.out, "w") as file:
+            json.dump(result, file, indent=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="where Chainer's time goes")
     parser.add_argument("--workspaces", action="store_true", help="the table of workspaces")
     parser.add_argument("--out", help="file for the results")
-    parser.add_argument("--child", choices=("chainer", "torch"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=tuple(_CHILDREN), help=argparse.SUPPRESS)
     return parser
 
 
@@ -162,25 +179,78 @@ def _run_chainer(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for net, batch in _cases(options):
         cudnn.forget()
         step = _chainer_step(net, batch)
-        for _ in range(options.warmup):
-            step()
-        cupy.cuda.Device().synchronize()
-
-        def mark() -> Any:
-            return cupy.cuda.get_current_stream().record()
-
-        marks, host_ms = _enqueue_all(step, mark, options.repeats)
-        marks[-1].synchronize()
-        times_ms = [
-            cupy.cuda.get_elapsed_time(start, stop) for start, stop in itertools.pairwise(marks)
-        ]
-        yield _result(net, batch, times_ms, host_ms)
+        yield _result(net, batch, *_time_chainer(step, options))
         if options.profile:
             _profile(step)
-        if options.workspaces:
-            print(cudnn.format_table(cudnn.report()))
         del step
         cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _time_chainer(step: Step, options: argparse.Namespace) -> tuple[list[float], float]:
+    import cupy
+
+    for _ in range(options.warmup):
+        step()
+    cupy.cuda.Device().synchronize()
+
+    def mark() -> Any:
+        return cupy.cuda.get_current_stream().record()
+
+    marks, host_ms = _enqueue_all(step, mark, options.repeats)
+    marks[-1].synchronize()
+    pairs = itertools.pairwise(marks)
+    return [cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs], host_ms
+
+
+def _run_workspaces(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    import chainer
+    import cupy
+
+    chainer.config.autotune = True
+    net, batch = next(_cases(options))
+    step = _chainer_step(net, batch)
+    pool = cupy.get_default_memory_pool()
+    in_use: list[int] = []
+
+    def none_is_free() -> int:
+        in_use.append(pool.used_bytes())
+        return 0
+
+    def measure(name: str, **settings: Any) -> dict[str, Any]:
+        cudnn.forget()
+        pool.free_all_blocks()
+        with cudnn.using_settings(**settings):
+            result = _result(net, batch, *_time_chainer(step, options))
+        return {**result, "limit": name, "report": cudnn.report()}
+
+    runs = [measure("none", workspace="free", available_bytes=none_is_free)]
+    least_bytes = max(in_use)
+    for factor in WORKSPACE_FACTORS:
+        budget = int(factor * least_bytes)
+        name = f"{factor:g} × {format_bytes(least_bytes)}"
+        runs.append(
+            measure(
+                name,
+                workspace="free",
+                available_bytes=lambda budget=budget: max(budget - pool.used_bytes(), 0),
+            )
+        )
+    runs.append(measure("fastest", workspace="fastest"))
+    _print_workspaces(runs)
+    yield from ({**run, "report": [asdict(line) for line in run["report"]]} for run in runs)
+
+
+def _print_workspaces(runs: list[dict[str, Any]]) -> None:
+    """Print what each convolution was given under each limit, and the step's time."""
+    shared: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for run in runs:
+        for line in run["report"]:
+            shared[line.label, line.direction].append(format_bytes(line.workspace_bytes))
+    heads = [run["limit"] for run in runs]
+    print(f"{'':42}", *(f"{head:>17}" for head in heads))
+    for (label, direction), workspaces in shared.items():
+        print(f"{label:33} {direction:8}", *(f"{nbytes:>17}" for nbytes in workspaces))
+    print(f"{'step, ms':42}", *(f"{run['median_ms']:17.2f}" for run in runs))
 
 
 def _nbytes(text: str) -> int:
@@ -382,7 +452,7 @@ def _torch_vgg16() -> Any:
     return nn.Sequential(*layers, nn.Linear(4096, CLASSES))
 
 
-_CHILDREN = {"chainer": _run_chainer, "torch": _run_torch}
+_CHILDREN = {"chainer": _run_chainer, "torch": _run_torch, "workspaces": _run_workspaces}
 
 
 if __name__ == "__main__":

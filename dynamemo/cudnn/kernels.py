@@ -20,7 +20,7 @@ __all__ = ["PREAMBLE", "THREADS", "Kernel", "arguments", "is_aligned"]
 #: Threads of a block, of every kernel.
 THREADS = 512
 
-_ADDRESSES, _NUMBERS, _SCALARS = 10, 5, 2
+_ADDRESSES, _NUMBERS, _SCALARS = 10, 13, 2
 
 PREAMBLE = f"""
 typedef unsigned int u32;

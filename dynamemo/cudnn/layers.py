@@ -68,8 +68,7 @@ def pooling_backward(
     """
     x, y, gy = context.contiguous(x), context.contiguous(y), context.contiguous(gy)
     gx = context.cupy.empty(x.shape, x.dtype)
-    if max_pooling_gradient.can_do(x, mode):
-        max_pooling_gradient.write(x, y, gy, gx, window=(*ksize, *stride, *pad))
+    if max_pooling_gradient.write(x, gy, gx, (*ksize, *stride, *pad), mode):
         return gx
     handle = context.get_handle()
     pooling = _pooling(tuple(ksize), tuple(stride), tuple(pad), mode)

@@ -25,7 +25,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(convolution, "_bias_kernels", {})
     monkeypatch.setattr(dropout, "_kernels", {})
     monkeypatch.setattr(elementwise, "_kernels", {})
-    monkeypatch.setattr(max_pooling_gradient, "_kernels", {})
+    monkeypatch.setattr(max_pooling_gradient, "_kernels", [])
     monkeypatch.setattr(resident_normalization, "_kernels", {})
     monkeypatch.setattr(resident_normalization, "_launches", {})
     monkeypatch.setattr(settings, "current", settings.Settings())

@@ -214,7 +214,6 @@ class FakeCupy:
             "dynamemo_add_bias": _add_bias,
             "dynamemo_dropout_forward": _dropout_forward,
             "dynamemo_dropout_backward": _dropout_backward,
-            "dynamemo_max_pooling_gradient": _max_pooling_gradient,
         }[name]
 
     def RawKernel(self, source: str, name: str, options: Any) -> Any:
@@ -251,17 +250,6 @@ def _dropout_forward(x: Any, random: Any, scale: Any, ratio: float, is_kept: Any
 
 def _dropout_backward(gy: Any, is_kept: Any, scale: Any, gx: Any) -> None:
     gx[...] = gy * (is_kept * scale)
-
-
-def _max_pooling_gradient(x: Any, y: Any, gy: Any, *rest: Any) -> None:
-    h, w, oh, ow, kh, kw, sy, sx, ph, pw, gx = rest
-    assert (x.shape[2:], y.shape[2:]) == ((h, w), (oh, ow))
-    gx[...] = 0
-    for n, c, oy, ox in numpy.ndindex(*y.shape):
-        top, left = max(0, oy * sy - ph), max(0, ox * sx - pw)
-        window = x[n, c, top : oy * sy - ph + kh, left : ox * sx - pw + kw]
-        r, column = numpy.unravel_index(window.argmax(), window.shape)
-        gx[n, c, top + r, left + column] += gy[n, c, oy, ox]
 
 
 def attach_fakes() -> tuple[FakeCupy, FakeFunctions]:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamemo.cudnn import elementwise, layers, names, normalization, resident_normalization
+from dynamemo.cudnn.max_pooling_gradient import share_of
 from dynamemo.cudnn.resident_normalization import Limits, layout_of
 from tests.cudnn.fakes import FakeArray
 
@@ -186,25 +187,63 @@ def test_a_bias_is_added_to_four_elements_at_a_time(fakes, y, is_ours):
     assert len(cupy.launches) == is_ours
 
 
-@pytest.mark.parametrize("dtype", ["e", "f", "d"])
+@given(
+    h=st.integers(1, 300),
+    w=st.integers(1, 6000),
+    kernel=st.integers(1, 9),
+    step=st.integers(1, 9),
+    pad=st.integers(0, 4),
+    data=st.data(),
+)
+def test_a_block_has_room_for_every_window_of_its_rows(h, w, kernel, step, pad, data):
+    pad = min(pad, kernel - 1)
+    oh, ow = ((size + 2 * pad - kernel) // step + 1 for size in (h, w))
+    if oh < 1 or ow < 1:
+        return
+    share = share_of(h, w, oh, ow, (kernel, kernel, step, step, pad, pad))
+
+    if share is None:
+        assert ow * 8 * 2 > 40 << 10 or kernel > step
+        return
+    assert 1 <= share.rows <= h
+    assert share.planes == 1 or share.rows == h
+    assert share.shared_bytes <= 48 << 10
+    first = data.draw(st.integers(0, (h - 1) // share.rows)) * share.rows
+    last = min(h, first + share.rows) - 1
+    touching = [o for o in range(oh) if o * step - pad <= last and first < o * step - pad + kernel]
+    assert len(touching) * ow * share.planes <= share.windows
+
+
 @pytest.mark.parametrize("mode", [0, 3])
-def test_the_gradient_of_max_pooling_goes_to_the_first_maximum(fakes, dtype, mode):
-    _, functions = fakes
-    x, y = array(1, 2, 4, 5, dtype=dtype), array(1, 2, 2, 2, dtype=dtype)
+def test_the_gradient_of_max_pooling_is_one_launch(fakes, mode):
+    cupy, functions = fakes
+    x, y = array(2, 3, 112, 100), array(2, 3, 56, 50)
 
-    gx = layers.pooling_backward(x, y, y, (2, 3), (2, 2), (0, 0), mode)
+    gx = layers.pooling_backward(x, y, y, (3, 2), (2, 2), (1, 0), mode)
 
-    expected = [[1, 0, 1, 0, 0], [0] * 5] * 2
-    assert gx[0].tolist() == [expected, expected]
+    (launch,) = cupy.launches
+    assert launch.addresses[:3] == [x.data.ptr, y.data.ptr, gx.data.ptr]
+    assert launch.numbers[:10] == [112, 100, 56, 50, 3, 2, 2, 2, 1, 0]
+    rows, planes, all_planes = launch.numbers[10:]
+    assert (planes, all_planes) == (1, 6)
+    assert launch.blocks == 6 * -(-112 // rows)
     assert functions.names() == []
 
 
-def test_other_poolings_are_left_to_cudnn(fakes):
-    _, functions = fakes
-    x, y = array(1, 2, 4, 4), array(1, 2, 2, 2)
+@pytest.mark.parametrize(
+    ("x", "y", "mode"),
+    [
+        (array(1, 2, 4, 4), array(1, 2, 2, 2), names.CUDNN_POOLING_AVERAGE_COUNT_EXCLUDE_PADDING),
+        (array(1, 2, 4, 4, dtype="e"), array(1, 2, 2, 2, dtype="e"), names.CUDNN_POOLING_MAX),
+        (array(1, 2, 4, 4, dtype="d"), array(1, 2, 2, 2, dtype="d"), names.CUDNN_POOLING_MAX),
+        (array(1, 1, 4, 40000), array(1, 1, 2, 20000), names.CUDNN_POOLING_MAX),
+    ],
+    ids=["average", "half", "double", "too wide"],
+)
+def test_other_poolings_are_left_to_cudnn(fakes, x, y, mode):
+    cupy, functions = fakes
 
-    layers.pooling_backward(
-        x, y, y, (2, 2), (2, 2), (0, 0), names.CUDNN_POOLING_AVERAGE_COUNT_EXCLUDE_PADDING
-    )
+    layers.pooling_backward(x, y, y, (2, 2), (2, 2), (0, 0), mode)
 
     assert functions.names() == ["cudnnPoolingBackward"]
+    assert cupy.launches == []

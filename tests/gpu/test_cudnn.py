@@ -421,14 +421,25 @@ def test_pooling_2d(cupy, dtype, pooling):
     assert_same_as_without(pooling, [uniform(3, 4, 10, 11, dtype=dtype)], uses=False)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(3, 4, 40, 41), (5, 70, 7, 6), (2, 3, 130, 200)])
 @pytest.mark.parametrize(
-    "options", [(3, 2, 0), (3, 2, 1), (3, 1, 1), (2, 2, 0), ((2, 5), (3, 1), 1)]
+    "options", [(3, 2, 0), (3, 2, 1), (3, 1, 1), (2, 2, 0), ((2, 5), (3, 1), 0), (2, 3, 0)]
 )
-def test_max_pooling_gives_the_gradient_to_the_first_maximum(cupy, dtype, options):
-    x = cupy.maximum(uniform(3, 4, 40, 41, dtype=dtype), 0.5).astype(dtype)  # full of ties
+def test_max_pooling_gives_the_gradient_to_the_first_maximum(cupy, shape, options):
+    x = cupy.maximum(uniform(*shape, dtype="f"), 0.5)  # full of ties
 
     assert_same_as_without(lambda x: functions.max_pooling_2d(x, *options), [x], uses=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("axis", [(0, 2, 3), (-1, 0, -2), (0, 1, 2), (0, 1, 2, 3), None])
+def test_sums_over_all_but_the_channels(cupy, dtype, axis):
+    x = uniform(16, 33, 30, 31, dtype=dtype)
+
+    y = functions.sum(x, axis=axis).array
+
+    assert y.dtype == dtype
+    assert_close(y.astype("d"), x.astype("d").sum(axis=axis), 100)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
