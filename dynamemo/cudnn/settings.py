@@ -25,6 +25,11 @@ __all__ = ["Settings", "Source", "configure", "current", "tensor_core_is_allowed
 DEFAULT_MAX_WORKSPACE_BYTES = 2 << 30
 
 
+#: Workspace that is never worth going without, bytes. cuDNN's matrix products, which do the
+#: convolutions of 1×1, want 400; what it has without any workspace is more than ten times slower.
+NEGLIGIBLE_WORKSPACE_BYTES = 64 << 10
+
+
 class Source(Enum):
     """Where plans come from first; the other is asked where the first has none."""
 
@@ -50,9 +55,9 @@ class Settings:
         if self.workspace is WorkspacePolicy.CHAINER:
             return _max_workspace_bytes
         if self.workspace is WorkspacePolicy.NONE:
-            return 0
+            return NEGLIGIBLE_WORKSPACE_BYTES
         if self.workspace is WorkspacePolicy.FREE and self.available_bytes is not None:
-            return self.available_bytes()
+            return max(self.available_bytes(), NEGLIGIBLE_WORKSPACE_BYTES)
         return math.inf
 
 

@@ -33,9 +33,9 @@ class WorkspacePolicy(Enum):
 
     #: Chainer's `set_max_workspace_size`.
     CHAINER = "chainer"
-    #: What the pool has free: `Settings.available_bytes`.
+    #: What the pool has free: `Settings.available_bytes`, or next to nothing.
     FREE = "free"
-    #: No workspace, where any plan does without.
+    #: Next to no workspace (`settings.NEGLIGIBLE_WORKSPACE_BYTES`), where any plan does without.
     NONE = "none"
     #: No limit.
     FASTEST = "fastest"

@@ -142,7 +142,7 @@ def test_where_every_run_has_to_choose_alike_nothing_is_timed(planned, fakes, mo
 
 
 def test_with_more_room_what_was_not_timed_yet_is_timed(planned):
-    plans, _ = planned((100, 1), (0, 2))
+    plans, _ = planned((100 << 20, 1), (0, 2))
     with cudnn.using_settings(workspace="none"):
         forward(tune=True)
     cudnn.reconsider()
@@ -264,17 +264,30 @@ def test_policies(planned, policy, expected):
     assert runs(plans).index(1) == expected
 
 
+@pytest.mark.parametrize("policy", ["none", "free"])
+def test_a_negligible_workspace_is_had_under_any_policy_but_chainers(planned, policy):
+    plans, _ = planned((1 << 20, 1), (400, 1), (0, 1))
+    settings.set_max_workspace_size(0)
+
+    with cudnn.using_settings(workspace=policy, available_bytes=lambda: 0):
+        forward()
+    cudnn.reconsider()
+    forward()
+
+    assert runs(plans) == [0, 1, 1]
+
+
 def test_a_choice_stays_while_admitted_and_falls_with_what_is_free(planned):
-    plans, _ = planned((100, 1), (10, 1), (0, 1))
-    free = 1000
+    plans, _ = planned((100 << 20, 1), (10 << 20, 1), (0, 1))
+    free = 1000 << 20
 
     with cudnn.using_settings(workspace="free", available_bytes=lambda: free):
         forward()
-        free = 100
+        free = 100 << 20
         forward()
-        free = 20
+        free = 20 << 20
         forward()
-        free = 1000
+        free = 1000 << 20
         forward()
         assert runs(plans) == [2, 2, 0], "back to more only when asked"
         cudnn.reconsider()
@@ -284,12 +297,12 @@ def test_a_choice_stays_while_admitted_and_falls_with_what_is_free(planned):
 
 
 def test_plans_of_a_moment_are_run_again_whatever_is_free(planned):
-    plans, _ = planned((100, 1), (10, 1), (0, 1))
-    free = [1000]
+    plans, _ = planned((100 << 20, 1), (10 << 20, 1), (0, 1))
+    free = [1000 << 20]
     moments = []
 
     with cudnn.using_settings(workspace="free", available_bytes=lambda: free[0]):
-        for free[0] in (1000, 100, 50, 0):
+        for free[0] in (1000 << 20, 100 << 20, 50 << 20, 0):
             forward()
             moments.append(cudnn.moment())
         assert runs(plans) == [2, 1, 1]
@@ -302,7 +315,7 @@ def test_plans_of_a_moment_are_run_again_whatever_is_free(planned):
 
 
 def test_where_no_plan_was_changed_the_moment_is_the_same_and_nothing_else_is_needed(planned):
-    plans, _ = planned((100, 1), (0, 1))
+    plans, _ = planned((100 << 20, 1), (0, 1))
 
     forward()
     when = cudnn.moment()
@@ -316,7 +329,7 @@ def test_where_no_plan_was_changed_the_moment_is_the_same_and_nothing_else_is_ne
 
 
 def test_a_moment_before_its_first_plan_stands_for_that_plan(planned):
-    plans, _ = planned((100, 1), (0, 1))
+    plans, _ = planned((100 << 20, 1), (0, 1))
     when = cudnn.moment()
     forward()
 
@@ -327,7 +340,7 @@ def test_a_moment_before_its_first_plan_stands_for_that_plan(planned):
 
 
 def test_as_of_a_moment_a_convolution_that_never_ran_is_chosen_as_ever(planned):
-    plans, _ = planned((100, 1), (0, 1))
+    plans, _ = planned((100 << 20, 1), (0, 1))
 
     with cudnn.as_of(cudnn.moment()), cudnn.using_settings(workspace="none"):
         forward()
@@ -336,7 +349,7 @@ def test_as_of_a_moment_a_convolution_that_never_ran_is_chosen_as_ever(planned):
 
 
 def test_the_report_sets_the_assigned_beside_the_fastest(planned):
-    planned((100, 1), (0, 2))
+    planned((100 << 20, 1), (0, 2))
 
     with cudnn.using_settings(workspace="fastest"):
         forward(tune=True)
@@ -345,10 +358,10 @@ def test_the_report_sets_the_assigned_beside_the_fastest(planned):
     (line,) = cudnn.report()
 
     assert (line.direction, line.calls, line.choices) == ("forward", 2, 2)
-    assert (line.workspace_bytes, line.fastest_workspace_bytes) == (0, 100)
+    assert (line.workspace_bytes, line.fastest_workspace_bytes) == (0, 100 << 20)
     assert (line.elapsed_s, line.fastest_s) == pytest.approx((2e-3, 1e-3))
     assert "2×3×5 * 4×3×3×3" not in line.label
-    assert "100" in cudnn.format_table([line])
+    assert "100 MiB" in cudnn.format_table([line])
 
 
 def test_each_direction_hands_over_the_arrays_of_the_forward_convolution(planned):
