@@ -5,6 +5,7 @@ import warnings
 from types import SimpleNamespace
 
 import chainer
+import numpy
 import pytest
 
 from dynamemo import compat_cudnn
@@ -136,3 +137,52 @@ def test_without_cudnn_chainers_functions_are_left_alone():
     compat_cudnn._mend_functions(("Function",), "forward_gpu")(module)
 
     assert Function.forward_gpu is original
+
+
+def mended_sum(ndarray):
+    """Return a `Sum` like Chainer's after its mend, for which `ndarray` is CuPy's."""
+
+    class Sum:
+        def __init__(self, axis, keepdims=False):
+            self.axis, self.keepdims = axis, keepdims
+
+        def forward(self, inputs):
+            return ("in one step",)
+
+    cuda = SimpleNamespace(cudnn_enabled=True, ndarray=ndarray)
+    backends = SimpleNamespace(backends=SimpleNamespace(cuda=cuda))
+    compat_cudnn._mend_sum(SimpleNamespace(Sum=Sum, chainer=backends))
+    return Sum
+
+
+@pytest.mark.parametrize("axis", [(0, 2, 3), (-1, 0, 2)])
+@pytest.mark.parametrize("dtype", ["f", "d"])
+def test_a_sum_over_all_but_the_channels_is_done_in_two_steps(axis, dtype):
+    x = numpy.random.default_rng(0).uniform(size=(8, 5, 100, 100)).astype(dtype)
+
+    (y,) = mended_sum(numpy.ndarray)(axis).forward((x,))
+
+    assert y.dtype == dtype
+    numpy.testing.assert_allclose(y, x.sum(axis=(0, 2, 3)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "options"),
+    [
+        (numpy.ones((8, 5, 10, 10), "f"), {"axis": (0, 2, 3)}),
+        (numpy.ones((8, 5, 100, 100), "e"), {"axis": (0, 2, 3)}),
+        (numpy.ones((8, 5, 100, 100), "f"), {"axis": (0, 1, 3)}),
+        (numpy.ones((8, 5, 100, 100), "f"), {"axis": None}),
+        (numpy.ones((8, 5, 100, 100), "f"), {"axis": (0, 2, 3), "keepdims": True}),
+        (numpy.ones((100, 100, 5, 8), "f").transpose(3, 2, 0, 1), {"axis": (0, 2, 3)}),
+    ],
+    ids=["small", "half", "other axes", "all axes", "keepdims", "not contiguous"],
+)
+def test_other_sums_are_chainers(x, options):
+    assert mended_sum(numpy.ndarray)(**options).forward((x,)) == ("in one step",)
+
+
+def test_sums_of_other_arrays_are_chainers():
+    x = numpy.ones((8, 5, 100, 100), "f")
+
+    assert mended_sum(FakeCupy)((0, 2, 3)).forward((x,)) == ("in one step",)
