@@ -10,11 +10,19 @@ everything evictable after every function (``--torture``). Run the suite twice a
 ``DIR`` is the ``tests`` folder of a checkout of Chainer's tag v7.8.1, which also has to be the
 Chainer installed. Beside dynamemo the interpreter needs ``pytest``, ``mock`` and ``scipy``.
 
+On a machine with a GPU, ``--gpu`` runs the tests that need one, and only they. Another claim is
+checked so: no test of convolution, pooling, normalisation, activation or loss that passes without
+cuDNN fails with it::
+
+    python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out plain.json
+    python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out cudnn.json
+    python -m benchmarks.chainer_suite --compare plain.json cudnn.json
+
 The results name every test with its outcome (passed, failed, error, skipped, xfailed, crashed or
-hung), and the machine, versions and commit. Tests that need a GPU, ChainerX, iDeep or Theano, and
-those marked slow, are left out. The comparison also counts a test that is missing from the second
-run as failed. What fails in both runs, such as Chainer's own trouble with a newer NumPy, does not
-count.
+hung), and the machine, versions and commit. Tests that need another device, ChainerX, iDeep or
+Theano, and those marked slow, are left out. The comparison also counts a test that is missing from
+the second run as failed. What fails in both runs, such as Chainer's own trouble with a newer NumPy,
+does not count.
 
 Every file runs in a process of its own on one thread. A test that crashes or hangs costs only
 itself: it is reported so, and the rest of its file runs in a new process. The whole suite takes
@@ -46,6 +54,14 @@ FOLDERS = (
     "test_variable.py", "test_function.py", "test_function_node.py", "test_backprop.py",
 )  # fmt: skip
 
+#: What the claim about cuDNN is about.
+GPU_FOLDERS = (
+    *(f"functions_tests/{name}_tests" for name in (
+        "connection", "pooling", "normalization", "activation", "loss",
+    )),
+    "links_tests/connection_tests", "links_tests/normalization_tests",
+)  # fmt: skip
+
 PLUGIN = "benchmarks.chainer_suite_plugin"
 
 #: Seconds that one test may take before its process is ended.
@@ -72,6 +88,7 @@ class Part:
     path: Path
     sample: int
     torture: Torture
+    is_gpu: bool
     #: Folder of its own for its log and its output, and its processes' working directory.
     scratch: Path
 
@@ -97,11 +114,13 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tests", type=Path, help="Chainer's tests folder")
-    parser.add_argument("--folders", nargs="+", default=FOLDERS, help="below chainer_tests")
+    parser.add_argument("--folders", nargs="+", help="below chainer_tests")
+    parser.add_argument("--gpu", action="store_true", help="the tests for a GPU, and only they")
     parser.add_argument(
         "--sample", type=one_in, default=1, metavar="1/K", help="of every test function's cases"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--limit-s", type=float, help="start no file after so many seconds")
     parser.add_argument(
         "--torture",
         nargs="?",
@@ -114,6 +133,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="two results")
     arguments = parser.parse_args()
+    if arguments.folders is None:
+        arguments.folders = GPU_FOLDERS if arguments.gpu else FOLDERS
+    if arguments.gpu and arguments.torture is not Torture.OFF:
+        parser.error("--torture evicts on the CPU: run it without --gpu")
     if not arguments.compare and not (arguments.tests and arguments.out):
         parser.error("give --tests and --out to run the suite, or --compare A B")
     return arguments
@@ -132,11 +155,17 @@ def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
     start_s = time.monotonic()
     records: list[dict[str, Any]] = []
     seconds_of_files: dict[str, float] = {}
+    left_out: list[str] = []
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(arguments.jobs) as executor:
         parts = list(parts_of(arguments, Path(scratch)))
-        running = {executor.submit(run_part, part): part for part in parts}
+        last_start_s = start_s + (arguments.limit_s or float("inf"))
+        running = {executor.submit(run_part, part, last_start_s): part for part in parts}
         for number, done in enumerate(as_completed(running), start=1):
-            part_records, elapsed_s = done.result()
+            finished = done.result()
+            if finished is None:
+                left_out.append(running[done].name)
+                continue
+            part_records, elapsed_s = finished
             records += part_records
             seconds_of_files[running[done].name] = round(elapsed_s, 1)
             told = progress(running[done], part_records, elapsed_s)
@@ -144,6 +173,7 @@ def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "environment": {**describe(), "pytest": version("pytest"), "scipy": version("scipy")},
         "torture": arguments.torture.value,
+        "gpu": arguments.gpu,
         "sample": f"1/{arguments.sample}",
         "folders": list(arguments.folders),
         "jobs": arguments.jobs,
@@ -151,6 +181,7 @@ def run_suite(arguments: argparse.Namespace) -> dict[str, Any]:
         "evictions": total_evictions(records),
         "outcomes": Counter(r["outcome"] for r in records if "id" in r),
         "elapsed_s_by_file": seconds_of_files,
+        "files_left_out": sorted(left_out),
         "tests": {r["id"]: without_id(r) for r in sorted_by_id(records)},
     }
 
@@ -163,7 +194,7 @@ def parts_of(arguments: argparse.Namespace, scratch: Path) -> Iterator[Part]:
     for number, path in enumerate(files):
         folder = scratch / str(number)
         folder.mkdir()
-        yield Part(root, path, arguments.sample, arguments.torture, folder)
+        yield Part(root, path, arguments.sample, arguments.torture, arguments.gpu, folder)
 
 
 def files_of(place: Path) -> list[Path]:
@@ -173,15 +204,18 @@ def files_of(place: Path) -> list[Path]:
     return [place] if place.is_file() else sorted(place.rglob("test_*.py"))
 
 
-def run_part(part: Part) -> tuple[list[dict[str, Any]], float]:
+def run_part(part: Part, last_start_s: float) -> tuple[list[dict[str, Any]], float] | None:
     """Run a part to its end, in as many processes as its crashes make needed.
 
     Returns
     -------
     records, elapsed_s
-        The finished tests' records, those of crashed and hung tests among them.
+        The finished tests' records, those of crashed and hung tests among them; None where it is
+        later than `last_start_s` already.
     """
     start_s = time.monotonic()
+    if start_s > last_start_s:
+        return None
     log = part.scratch / "log.jsonl"
     log.touch()
     for _ in range(MAX_CRASHES):
@@ -222,12 +256,19 @@ def pytest_command(part: Part, log: Path) -> list[str]:
         *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--no-header"),
         *("-c", str(settings), "--rootdir", str(part.tests), "-p", PLUGIN),
         *("--suite-log", str(log), "--suite-sample", str(part.sample)),
+        *(["--suite-gpu"] if part.is_gpu else []),
         str(part.path),
     ]
 
 
 def environment_variables(part: Part) -> dict[str, str]:
-    """Return the variables of a process: one thread, no GPU, fixed hashes, this checkout first."""
+    """Return the variables of a process: one thread, fixed hashes, this checkout first.
+
+    Without ``--gpu`` no GPU is seen.
+    """
+    devices = {"CHAINER_TEST_GPU_LIMIT": "1"}
+    if not part.is_gpu:
+        devices = {"CUDA_VISIBLE_DEVICES": "", "CHAINER_TEST_GPU_LIMIT": "0"}
     search_path = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, search_path)),
@@ -235,8 +276,7 @@ def environment_variables(part: Part) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CHAINER_TEST_GPU_LIMIT": "0",
+        **devices,
         # Chainer's Caffe reader was generated for an older protobuf.
         "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python",
         "DYNAMEMO_TORTURE": part.torture.value,
@@ -287,7 +327,12 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     if before["sample"] != after["sample"]:
         print(f"warning: A sampled {before['sample']}, B {after['sample']}")
     lost: dict[str, list[str]] = defaultdict(list)
+    left_out = {*before.get("files_left_out", ()), *after.get("files_left_out", ())}
+    if left_out:
+        print(f"warning: not compared, for lack of time: {', '.join(sorted(left_out))}")
     for name, record in before["tests"].items():
+        if name.partition("::")[0] in left_out:
+            continue
         now = after["tests"].get(name, {"outcome": "missing"})
         if record["outcome"] == "passed" and now["outcome"] != "passed":
             lost[f"{now['outcome']}: {now.get('message', '')}"].append(name)

@@ -40,6 +40,9 @@ EXCLUDED_MARKS = (
     "gpu", "multi_gpu", "cudnn", "ideep", "chainerx", "theano", "slow", "skip",
 )  # fmt: skip
 
+#: Those that mark what needs one GPU: of a run on a GPU, only tests with any of them are run.
+GPU_MARKS = ("gpu", "cudnn")
+
 #: The Runtime of the torture mode; the policy evicts everything evictable after every function.
 TORTURE_RUNTIME: dict[str, Any] = {"budget": "4GiB", "device": "cpu", "policy": "torture"}
 
@@ -66,6 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that the runner hands to each of its processes."""
     group = parser.getgroup("chainer suite")
     group.addoption("--suite-log", required=True, help="JSON lines, appended to")
+    group.addoption("--suite-gpu", action="store_true", help="the tests for a GPU, and only they")
     group.addoption("--suite-sample", type=int, default=1, help="keep one test in this many")
 
 
@@ -80,11 +84,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests that run on a CPU, are in the sample, and were not started before."""
-    runnable = [item for item in items if not any(map(item.get_closest_marker, EXCLUDED_MARKS))]
+    """Leave the tests for the device that are in the sample and were not started before."""
+    runnable = runnable_tests(items, is_gpu=config.getoption("--suite-gpu"))
     sampled = sample(runnable, config.getoption("--suite-sample"))
     started = _started_ids(Path(config.getoption("--suite-log")))
     items[:] = [item for item in sampled if stable_id(item) not in started]
+
+
+def runnable_tests(items: Sequence[pytest.Item], *, is_gpu: bool) -> list[pytest.Item]:
+    """Return the tests that run on a CPU, or those that need one GPU."""
+    wanted = GPU_MARKS if is_gpu else ()
+    excluded = set(EXCLUDED_MARKS) - set(wanted)
+    return [
+        item
+        for item in items
+        if not any(map(item.get_closest_marker, excluded))
+        and (not wanted or any(map(item.get_closest_marker, wanted)))
+    ]
 
 
 def stable_id(item: pytest.Item) -> str:

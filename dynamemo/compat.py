@@ -2,11 +2,13 @@
 
 Covers the names that Chainer misses: ``numpy.sctypes``, ``numpy.float``,
 ``numpy.distutils.system_info`` and ``pkg_resources``; and Python integers that NumPy 2 no longer
-wraps. What CuPy 14 breaks is mended in `dynamemo.compat_cupy`, through the same seam.
+wraps. What CuPy 14 breaks is mended in `dynamemo.compat_cupy`, and what it no longer has is brought
+in `dynamemo.compat_cudnn`, through the same seam.
 Does not import Chainer, and changes no file of it.
 
 1. Only Chainer's own modules see a stand-in. ``numpy``, ``sys.modules`` and the built-ins gain
-   nothing, so no other code can come to rely on one.
+   nothing, so no other code can come to rely on one. (CuPy gains the two modules of cuDNN that it
+   had until version 13: `dynamemo.cudnn.modules` says why.)
 2. Nothing is done before Chainer is imported, except that one finder stands in
    ``sys.meta_path``; it answers only for the modules named below.
 3. Either order works where it can. Chainer imported before dynamemo, on a NumPy that lets it,
@@ -28,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamemo import compat_cupy
+from dynamemo import compat_cudnn, compat_cupy
 
 #: Changes a Chainer module that has just been loaded, in place.
 Mend = Callable[[ModuleType], None]
@@ -160,6 +162,34 @@ def _mend_memory_utility(module: ModuleType) -> None:
     )
 
 
+def _mend_package(module: ModuleType) -> None:
+    """Check at once that arrays go together where they are all NumPy's or all CuPy's.
+
+    Chainer asks about a thousand times in a training step of ResNet-50, for 3 µs each.
+    """
+    check = module.is_arrays_compatible
+    usual = {np.ndarray, module.backends.cuda.ndarray}
+
+    @functools.wraps(check)
+    def is_arrays_compatible(arrays: Sequence[Any]) -> bool:
+        kinds = {type(array) for array in arrays if array is not None}
+        if len(kinds) == 1 and kinds <= usual:
+            return True
+        return bool(check(arrays))
+
+    module.is_arrays_compatible = is_arrays_compatible  # type: ignore[attr-defined]
+
+
+def _both(first: Mend, second: Mend) -> Mend:
+    """Return the mend that does one after the other."""
+
+    def mend(module: ModuleType) -> None:
+        first(module)
+        second(module)
+
+    return mend
+
+
 _PKG_RESOURCES = SimpleNamespace(
     DistributionNotFound=DistributionNotFound,
     ResolutionError=ResolutionError,
@@ -192,10 +222,15 @@ _STAND_INS: Mapping[str, Mapping[str, object]] = {
 
 #: What is changed in each module once it is loaded.
 _MENDS: Mapping[str, Mend] = {
+    "chainer": _mend_package,
     "chainer.functions.array.pad_sequence": _mend_pad_sequence,
     "chainer.functions.array.resize_images": _mend_resize_images,
     "chainermn.communicators._memory_utility": _mend_memory_utility,
     **compat_cupy.MENDS,
+    **compat_cudnn.MENDS,
+    "chainer.backends.cuda": _both(
+        compat_cupy.MENDS["chainer.backends.cuda"], compat_cudnn.MENDS["chainer.backends.cuda"]
+    ),
 }
 
 
@@ -235,6 +270,8 @@ class _MendingLoader(importlib.abc.Loader):
             # another thread that imports meanwhile.
             scope = {**vars(builtins), "__import__": _importing(stand_ins)}
             module.__dict__["__builtins__"] = scope
+        if (prepare := compat_cudnn.PREPARATIONS.get(name)) is not None:
+            prepare()
         try:
             self._loader.exec_module(module)
         finally:

@@ -26,7 +26,7 @@ PARTS = {
 #: The demo is a user's program: it may import what users import.
 DOORS = {
     "chainer": ("dynamemo/chainer_binding", "dynamemo/demo"),
-    "cupy": ("allocator/cupy_", "dynamemo/cuda_", "dynamemo/demo"),
+    "cupy": ("allocator/cupy_", "dynamemo/compat_cudnn", "dynamemo/cuda_", "dynamemo/demo"),
 }
 
 

@@ -116,6 +116,28 @@ def test_install_twice_leaves_one_finder():
     assert sys.meta_path == before
 
 
+def test_arrays_go_together_as_chainer_says():
+    import chainer
+
+    class Derived(np.ndarray):
+        pass
+
+    x = np.zeros(2)
+    theirs = chainer.is_arrays_compatible.__wrapped__
+    cases = [
+        (x, x),
+        [x, None],
+        (),
+        (None,),
+        (x, x.view(Derived)),
+        (x, 1.0),
+        ([1],),
+        [x.view(Derived)],
+    ]
+    for arrays in cases:
+        assert chainer.is_arrays_compatible(arrays) is theirs(arrays), arrays
+
+
 def test_as_strided_gives_gradients():
     from chainer import Variable, functions
 
