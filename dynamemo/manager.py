@@ -409,26 +409,33 @@ class MemoryManager(Restorer):
                 urgent = len(queue)
             elif len(queue) >= _LOOKAHEAD:
                 break
-        for storage in queue[:urgent]:
-            if not transfers.prefetch(storage, self._find_free_room):
-                break
+        if urgent:
+            self._begin_prefetches(queue[:urgent])
+
+    def _begin_prefetches(self, storages: list[Storage]) -> None:
+        with self.pool.lock, self.pool.retrying():
+            self._is_evicting = True  # the requests in here take nothing from anybody
+            try:
+                for storage in storages:
+                    if not self.transfers.prefetch(storage, self._find_free_room):
+                        return
+            except MemoryError:
+                return  # there is room, but not where the pool may place it
+            finally:
+                self._is_evicting = False
 
     def _find_free_room(self, nbytes: int) -> bool:
         """Make room without taking anything from anybody who will need it."""
         nbytes += min(self._headroom_bytes, self.pool.capacity_bytes // 4)
         if self.pool.largest_free_bytes() >= nbytes:
             return True
-        self._is_evicting = True
-        try:
-            if self.look_around is not None:
-                self.look_around()
-            offers = self._offers(is_free=True)
-            window = self.pool.cheapest_window(
-                nbytes, {offset: offer[1].cost_s for offset, offer in offers.items()}
-            )
-            return window is not None and self._take_all(offers, window)
-        finally:
-            self._is_evicting = False
+        if self.look_around is not None:
+            self.look_around()
+        offers = self._offers(is_free=True)
+        window = self.pool.cheapest_window(
+            nbytes, {offset: offer[1].cost_s for offset, offer in offers.items()}
+        )
+        return window is not None and self._take_all(offers, window)
 
     def close(self) -> None:
         """Evict no more, and bring parameters, gradients and optimizer state back.

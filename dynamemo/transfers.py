@@ -253,6 +253,11 @@ class Transfers:
             Away, with a ticket.
         make_room : callable
             Frees so many bytes at no cost, or returns False.
+
+        Raises
+        ------
+        MemoryError
+            If the room that there is cannot be had; nothing changed.
         """
         ticket = storage.ticket
         if ticket is None or storage.arrival is not None:
