@@ -15,7 +15,7 @@ checked so: no test of convolution, pooling, normalisation, activation or loss t
 cuDNN fails with it::
 
     python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out plain.json
-    python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out cudnn.json
+    DYNAMEMO_CUDNN=1 python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out cudnn.json
     python -m benchmarks.chainer_suite --compare plain.json cudnn.json
 
 The results name every test with its outcome (passed, failed, error, skipped, xfailed, crashed or
