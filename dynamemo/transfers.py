@@ -80,6 +80,14 @@ class Timeline:
         self.in_free_s = max(self.now_s, self.in_free_s, after_s) + elapsed_s
         return self.in_free_s
 
+    def end_out(self) -> None:
+        """Note that all copies out were seen to have ended: what was added up is behind now."""
+        self.out_free_s = min(self.out_free_s, self.now_s)
+
+    def end_in(self) -> None:
+        """Note that all copies in were seen to have ended."""
+        self.in_free_s = min(self.in_free_s, self.now_s)
+
     def wait(self, moment_s: float) -> bool:
         """Let the device wait for a moment; tell whether it has to."""
         if moment_s <= self.now_s:
@@ -118,6 +126,8 @@ class Transfers:
         #: Grows whenever a tier may have room again.
         self._revision = 0
         self._exposure = 1.0
+        #: The ends of the newest copies out and in.
+        self._last_out = self._last_in = DONE
         #: Prefetches whose copy may not have ended. They keep the target from here: where its
         #: storage dies meanwhile, the memory must not go to somebody else yet.
         self._coming: deque[tuple[Mark, list[Array]]] = deque()
@@ -216,6 +226,7 @@ class Transfers:
         if ticket.written is DONE:  # the host has just done it itself
             self.outward.observe(storage.nbytes, time.perf_counter() - started)
         storage.ticket = ticket
+        self._last_out = ticket.written
         storage.copied_s = self.timeline.begin_out(self.outward.seconds(storage.nbytes))
         self._counters.offloaded_bytes += storage.nbytes
         self.observe()
@@ -328,6 +339,7 @@ class Transfers:
             block = None
         if block is not None:
             self._pool.note_moved_out(-block.block_bytes)
+        self._last_in = mark
         seconds = self.inward.seconds(storage.nbytes)
         ends_s = self.timeline.begin_in(seconds, after_s=storage.copied_s)
         return Arrival(arrays, block, mark, ends_s)
@@ -361,7 +373,15 @@ class Transfers:
         return max(0.0, self.timeline.in_free_s - self.timeline.now_s)
 
     def reap(self) -> None:
-        """Let go of what has arrived."""
+        """Let go of what has arrived; put the timeline right where all copies have ended.
+
+        It leaves out what nobody measures (updates of parameters, the user's own work), so it would
+        fall behind the link more with every iteration.
+        """
+        if self._last_out.is_done:
+            self.timeline.end_out()
+        if self._last_in.is_done:
+            self.timeline.end_in()
         coming = self._coming
         while coming and coming[0][0].is_done:
             coming.popleft()
