@@ -60,10 +60,10 @@ class PinnedSlab:
 
 
 class PinnedSlabs:
-    """Makes pinned slabs, in whatever thread, for the GPU that is current now."""
+    """Makes pinned slabs, in whatever thread, for one GPU; by default the current one."""
 
-    def __init__(self) -> None:
-        self._device_id = int(runtime.getDevice())
+    def __init__(self, device_id: int | None = None) -> None:
+        self._device_id = int(runtime.getDevice()) if device_id is None else device_id
 
     def __call__(self, capacity_bytes: int) -> PinnedSlab:
         """Return a slab; errors as `PinnedSlab`."""

@@ -21,8 +21,6 @@ class Counters:
     early_bytes: int = 0
     #: Bytes whose block was wanted before their copy had ended: the device waited.
     stalled_bytes: int = 0
-    #: Seconds that the host waited for copies out (a file tier only: a GPU's stream waits itself).
-    held_s: float = 0.0
     #: Bytes copied back.
     fetched_bytes: int = 0
     #: Bytes whose copy back began before they were read.

@@ -108,21 +108,17 @@ class CudaDevice:
         """Return the tier of pinned host memory, within what is set aside for pinning it."""
         limit_bytes = min(limit_bytes, self._side_bytes * _PINNED_PER_SIDE_BYTE)
         slab_bytes = max(1 << 20, min(64 << 20, limit_bytes // 8))
-        with cupy.cuda.Device(self._index):
-            slabs = PinnedSlabs()
         return HostTier(
             self.copier,
             limit_bytes,
-            slabs=slabs,
+            slabs=PinnedSlabs(self._index),
             slab_bytes=slab_bytes,
             ahead_bytes=slab_bytes,
         )
 
     def make_file_tier(self, folder: str | None, limit_bytes: int | None) -> Tier:
         """Return a tier behind the host's memory, through pinned buffers."""
-        with cupy.cuda.Device(self._index):
-            slabs = PinnedSlabs()
-        return FileTier(self.copier, folder, limit_bytes, slabs=slabs)
+        return FileTier(self.copier, folder, limit_bytes, slabs=PinnedSlabs(self._index))
 
     def using_pool(
         self, pool: Pool, *, small_bytes: int | None

@@ -75,7 +75,7 @@ class MemoryManager(Restorer):
         self.policy = policy
         self.foresight = Foresight(self.recorder, self.costs)
         #: Called before offers are made: tells the manager of arrays that moved into new places.
-        self.look_around: Callable[[], None] | None = None
+        self.look_around: Callable[[], None] = _look_nowhere
         pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
         self._version_of = version_of
         self._min_bytes = min_bytes
@@ -124,8 +124,7 @@ class MemoryManager(Restorer):
         try:
             self.drain()
             self.transfers.reap()
-            if self.look_around is not None:
-                self.look_around()
+            self.look_around()
             return self._free_run(requested_bytes)
         finally:
             self._is_evicting = False
@@ -137,8 +136,7 @@ class MemoryManager(Restorer):
             self._widen_low_area(requested_bytes)
         floor = 0 if is_long else pool.low_area_bytes
         while True:
-            costs = {offset: offer[1].cost_s for offset, offer in offers.items()}
-            window = pool.cheapest_window(requested_bytes, costs, floor=floor)
+            window = pool.cheapest_window(requested_bytes, _costs_of(offers), floor=floor)
             if window is None and floor:
                 # Better in the way of long blocks than nowhere, until the function is done.
                 floor = pool.low_area_bytes = 0
@@ -296,7 +294,7 @@ class MemoryManager(Restorer):
     def _offload(self, storage: Storage) -> bool:
         if not self.transfers.copy_out(storage) or not self.transfers.let_go(storage):
             return False
-        if storage.keeps_copy and not storage.is_lasting:
+        if storage.keeps_copy:
             self.foresight.note_offloaded(storage)
         self.foresight.note_away(storage)
         return True
@@ -353,8 +351,7 @@ class MemoryManager(Restorer):
                 error.__traceback__ = None  # its frames keep arrays
                 rebuilt = None
             if rebuilt is None:
-                if self.look_around is not None:
-                    self.look_around()
+                self.look_around()
                 self.evict_all()
                 rebuilt = self.bring_back(storage)
             if not self.policy.keeps_rebuilt_sources:
@@ -429,12 +426,9 @@ class MemoryManager(Restorer):
         nbytes += min(self._headroom_bytes, self.pool.capacity_bytes // 4)
         if self.pool.largest_free_bytes() >= nbytes:
             return True
-        if self.look_around is not None:
-            self.look_around()
+        self.look_around()
         offers = self._offers(is_free=True)
-        window = self.pool.cheapest_window(
-            nbytes, {offset: offer[1].cost_s for offset, offer in offers.items()}
-        )
+        window = self.pool.cheapest_window(nbytes, _costs_of(offers))
         return window is not None and self._take_all(offers, window)
 
     def close(self) -> None:
@@ -466,3 +460,12 @@ class MemoryManager(Restorer):
         )
         if self.transfers.refusal is not None:
             error.detail += f"; {self.transfers.refusal}"
+
+
+def _look_nowhere() -> None:
+    """Know of nothing besides what the manager was told."""
+
+
+def _costs_of(offers: dict[int, tuple[Storage, Suggestion]]) -> dict[int, float]:
+    """Return the cost of each offer, by the offset of its block."""
+    return {offset: suggestion.cost_s for offset, (_, suggestion) in offers.items()}

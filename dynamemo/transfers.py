@@ -242,7 +242,6 @@ class Transfers:
             return False
         if not ticket.written.is_done and self.timeline.wait(storage.copied_s):
             self._counters.stalled_bytes += storage.nbytes
-        started = time.perf_counter()
         try:
             ticket.last.hold_compute()
         except SpillError as error:
@@ -250,7 +249,6 @@ class Transfers:
             storage.ticket_refused_at = self._revision
             self.forsake(storage)
             return False
-        self._counters.held_s += time.perf_counter() - started
         return True
 
     # -- in ----------------------------------------------------------------------------------

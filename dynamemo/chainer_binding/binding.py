@@ -232,9 +232,7 @@ class ChainerBinding:
 
     def _evict_all(self) -> None:
         """Evict all that can be, but for what running backwards read."""
-        self._short_at = self._manager.recorder.iterations
-        self._protect_running()
-        self._recording.register_places()
+        self._prepare_eviction()
         self._manager.evict_all()
 
     def _begin(self, label: str) -> None:
@@ -296,12 +294,15 @@ class ChainerBinding:
 
     def _look_around(self) -> None:
         """Tell the manager, which is about to evict, of what it could not know."""
-        self._short_at = self._manager.recorder.iterations
         self._sampler.settle()
-        self._protect_running()
-        self._recording.register_places()
+        self._prepare_eviction()
         if not self._frames:
             self._recording.note_lasting()
+
+    def _prepare_eviction(self) -> None:
+        self._short_at = self._manager.recorder.iterations
+        self._protect_running()
+        self._recording.register_places()
 
     def _protect_running(self) -> None:
         """Hold what running backwards read, and nothing else that backprop happens to hold."""

@@ -1,35 +1,16 @@
 """A prefetch that finds no place is given up; it takes nothing from anybody and fails nobody."""
 
-import chainer
-import chainer.functions as F
-import chainer.links as L
-import numpy
 import pytest
 
 from dynamemo import Runtime
 from dynamemo.allocator import OutOfMemoryError
 from dynamemo.transfers import Transfers
 from tests.runtime.late import LateDevice
-
-WIDTH = 256
+from tests.runtime.training import train_layers
 
 
 def train(steps=3):
-    numpy.random.seed(0)
-    model = chainer.Sequential(
-        *[part for _ in range(8) for part in (L.Linear(WIDTH, WIDTH), F.tanh)]
-    )
-    optimizer = chainer.optimizers.SGD(0.1).setup(model)
-    x = numpy.random.RandomState(1).standard_normal((512, WIDTH)).astype("f")
-    losses = []
-    for _ in range(steps):
-        loss = F.mean(F.square(model(x)))
-        model.cleargrads()
-        loss.backward()
-        optimizer.update()
-        losses.append(float(loss.array))
-        del loss
-    return losses
+    return train_layers(0, layers=8, width=256, rows=512, steps=steps)
 
 
 @pytest.fixture

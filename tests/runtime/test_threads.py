@@ -10,6 +10,7 @@ import pytest
 
 import dynamemo
 from dynamemo.device import HostDevice
+from tests.runtime.training import train_layers
 
 ROWS, WIDTH = 256, 64
 
@@ -22,24 +23,8 @@ class Device(HostDevice):
         self.name = name
 
 
-def train(seed, steps=3):
-    numpy_random = numpy.random.RandomState(seed)
-    model = chainer.Sequential(
-        *[part for _ in range(6) for part in (L.Linear(WIDTH, WIDTH), F.tanh)]
-    )
-    for param in model.params():
-        param.array = numpy_random.standard_normal(param.shape).astype("f") * numpy.float32(0.1)
-    optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
-    x = numpy_random.standard_normal((ROWS, WIDTH)).astype("f")
-    losses = []
-    for _ in range(steps):
-        loss = F.mean(F.square(model(x)))
-        model.cleargrads()
-        loss.backward()
-        optimizer.update()
-        losses.append(float(loss.array))
-        del loss
-    return losses
+def train(seed):
+    return train_layers(seed, layers=6, width=WIDTH, rows=ROWS)
 
 
 SEAMS = (

@@ -108,6 +108,26 @@ def run_from(
             budget = max(error.feasible_bytes, int(budget * (1 + step)))
 
 
+def train_layers(seed: int, *, layers: int, width: int, rows: int, steps: int = 3) -> list[float]:
+    """Train linear layers with tanh between them on noise, all from the seed; return the losses."""
+    generator = numpy.random.RandomState(seed)
+    parts = [(chainer.links.Linear(width, width), chainer.functions.tanh) for _ in range(layers)]
+    model = chainer.Sequential(*[part for pair in parts for part in pair])
+    for param in model.params():
+        param.array = generator.standard_normal(param.shape).astype("f") * numpy.float32(0.1)
+    optimizer = chainer.optimizers.MomentumSGD(0.1).setup(model)
+    x = generator.standard_normal((rows, width)).astype("f")
+    losses = []
+    for _ in range(steps):
+        loss = chainer.functions.mean(chainer.functions.square(model(x)))
+        model.cleargrads()
+        loss.backward()
+        optimizer.update()
+        losses.append(float(loss.array))
+        del loss
+    return losses
+
+
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
     """Switch the cycle collector off, so that only reference counts free things."""
