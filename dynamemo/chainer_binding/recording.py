@@ -134,18 +134,20 @@ class Recording(Places):
     def _signature(self, cls: type, function: Any, outputs: Any) -> Signature:
         parts: list[Any] = [cls]
         for node in function.inputs:
-            parts += (node.shape, node.dtype.char)
+            parts += (node.shape, node.dtype)  # both None for a variable without an array
         parts.append(None)
         for output in outputs:
             node = output._node
-            parts += (node.shape, node.dtype.char)
+            parts += (node.shape, node.dtype)
         key = tuple(parts)
         signature = self._signatures.get(key)
         if signature is None:
             if len(self._signatures) >= MAX_SIGNATURES:
                 self._signatures.clear()
             nodes = [*function.inputs, *(output._node for output in outputs)]
-            nbytes = sum(math.prod(node.shape) * node.dtype.itemsize for node in nodes)
+            nbytes = sum(
+                math.prod(node.shape) * node.dtype.itemsize for node in nodes if node.dtype
+            )
             signature = self._signatures[key] = Signature(key, nbytes)
         return signature
 
