@@ -174,6 +174,7 @@ class Transfers:
                     ticket.last.wait()
                     self._tiers.discard(ticket)
             self._pool.free(block)
+            self._pool.coalesce()  # what comes next, and may stay long, lies at the very end
         if not (alone and back and together):
             return None
         return LinkFigures(

@@ -43,3 +43,9 @@ def test_copies_that_were_seen_to_end_put_it_right():
         transfers.reap()
     assert timeline.out_free_s <= timeline.now_s
     assert timeline.in_free_s <= timeline.now_s
+
+
+def test_what_comes_first_is_not_kept_from_the_end_by_the_probe_of_the_link():
+    with Runtime("1MiB", device=LateDevice()) as runtime:
+        x = numpy.empty(300 << 10, "u1")
+        assert runtime._manager.device.block_of(x).offset == 0
