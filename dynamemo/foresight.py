@@ -187,6 +187,11 @@ class Foresight:
             if storage.recipe is None and storage.arrival is None:
                 yield storage, max(0.0, now_s - self._seconds_to(-tick))
 
+    def signature_of(self, op_id: int) -> Any:
+        """Return the signature of a function that ran in this iteration; None for another one."""
+        ran = self._ran.get(op_id)
+        return None if ran is None else ran[1]
+
     def backward_s(self, op_id: int) -> float:
         """Estimate the seconds of a function's backward."""
         ran = self._ran.get(op_id)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from dynamemo.device import Device
 from dynamemo.errors import InternalError
 from dynamemo.foresight import Foresight
 from dynamemo.policies import Candidate, Policy, Suggestion, Technique
+from dynamemo.prefetching import Need, Prefetcher
 from dynamemo.recipe import (
     Application,
     ParameterVersion,
@@ -44,12 +46,6 @@ MIN_BYTES = 4096
 #: A function whose temporaries are more than this part of the arena is not applied again: in the
 #: middle of a backward there may be no room for them.
 _TRANSIENT_SHARE = 8
-
-#: A prefetch begins so many times earlier than its copy takes, and so many seconds besides.
-_LEAD = 1.5
-_LEAD_S = 300e-6
-#: Values that are looked at before it is decided that none is urgent yet.
-_LOOKAHEAD = 64
 
 #: A block shorter than this part of the arena is placed at the high end, with what stays long:
 #: the temporaries of a convolution are many times its input, and need the space in one piece.
@@ -79,10 +75,9 @@ class MemoryManager(Restorer):
         pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
         self._version_of = version_of
         self._min_bytes = min_bytes
-        #: The longest request that took memory back from a prefetch; kept free from then on.
-        self._headroom_bytes = 0
-        #: Seconds of the backward that was begun last.
-        self._running_s = 0.0
+        self._prefetcher = Prefetcher(pool, self.foresight, self.transfers, self)
+        #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
+        self._to_ask_again: deque[tuple[int, int]] = deque()
         self._is_evicting = False
         self._is_closed = False
 
@@ -122,6 +117,7 @@ class MemoryManager(Restorer):
             return False
         self._is_evicting = True
         try:
+            self._prefetcher.note_request(requested_bytes)
             self.drain()
             self.transfers.reap()
             self.look_around()
@@ -142,11 +138,8 @@ class MemoryManager(Restorer):
                 floor = pool.low_area_bytes = 0
             elif window is None:
                 return False
-            else:
-                if any(offers[block.offset][0].arrival is not None for block in window):
-                    self._headroom_bytes = max(self._headroom_bytes, requested_bytes)
-                if self._take_all(offers, window):
-                    return True
+            elif self._take_all(offers, window):
+                return True
 
     def _take_all(
         self, offers: dict[int, tuple[Storage, Suggestion]], window: tuple[Block, ...]
@@ -177,6 +170,7 @@ class MemoryManager(Restorer):
         return False
 
     def _offers(self, *, is_free: bool = False) -> dict[int, tuple[Storage, Suggestion]]:
+        self._ask_again()
         offers = {}
         clock = self.recorder.clock
         for storage in list(self._storages.values()):
@@ -198,10 +192,22 @@ class MemoryManager(Restorer):
                 offers[block.offset] = (storage, suggestion)
         return offers
 
+    def _ask_again(self) -> None:
+        """Forget that there was no recipe: the function that ran then held what it needs."""
+        waiting = self._to_ask_again
+        while waiting and waiting[0][0] != self.recorder.clock:
+            storage = self._storages.get(waiting.popleft()[1])
+            if storage is not None:
+                storage.recompute_s = None
+
     def _cancellation(self, storage: Storage) -> Suggestion:
-        """Offer the memory of a prefetched value that nobody has read yet."""
-        seconds = self.transfers.inward.seconds(storage.nbytes)
-        return Suggestion(Technique.OFFLOAD, seconds / self.recorder.distance(storage.storage_id))
+        """Offer the memory of a prefetched value that nobody has read yet.
+
+        The device waits for the end of the copy, and the value has to be copied once more.
+        """
+        again_s = self.transfers.inward.seconds(storage.nbytes)
+        again_s /= self.recorder.distance(storage.storage_id)
+        return Suggestion(Technique.OFFLOAD, self.transfers.seconds_coming(storage) + again_s)
 
     def _can_copy(self, storage: Storage) -> bool:
         """Tell whether copies are ordered with the work that uses the storage's block."""
@@ -280,6 +286,7 @@ class MemoryManager(Restorer):
         recipe = self._plan(storage)
         if recipe is None:
             storage.recompute_s = math.inf
+            self._to_ask_again.append((self.recorder.clock, storage.storage_id))
             return False
         storage.recipe = recipe
         self.transfers.forsake(storage)
@@ -377,6 +384,8 @@ class MemoryManager(Restorer):
             What it made, each with its producer.
         """
         self.transfers.timeline.now_s += self.costs.estimate(signature, nbytes=0)
+        if not self.recorder.is_in_backward:
+            self._prefetcher.leave_backward()
         for storage in self.foresight.ran(op_id, signature, made):
             if not storage.is_away and storage.ticket is None and storage.keeps_copy:
                 with self.pool.lock:
@@ -384,52 +393,71 @@ class MemoryManager(Restorer):
                         self.counters.early_bytes += storage.nbytes
 
     def prefetch(self, op_id: int) -> None:
-        """Begin to bring back what backward will read soon. `op_id`: whose backward begins now.
-
-        A value is asked for when waiting for one more function would make it late; at the link's
-        measured speed, behind what is on its way already.
-        """
-        foresight, transfers = self.foresight, self.transfers
-        transfers.timeline.now_s += self._running_s
-        self._running_s = 0.0
-        if not foresight.expects_reads or self._is_evicting or self._is_closed:
+        """Begin to bring back what backward will read soon. `op_id`: whose backward begins now."""
+        prefetcher = self._prefetcher
+        prefetcher.begin_backward(op_id)
+        if not self.foresight.expects_reads or self._is_evicting or self._is_closed:
             return
-        transfers.observe()
-        own_s = self._running_s = foresight.backward_s(op_id)
-        arrives_s = transfers.backlog_s()
-        queue: list[Storage] = []
-        urgent = 0
-        for storage, needed_s in foresight.upcoming(op_id, self._storages):
-            arrives_s += transfers.inward.seconds(storage.nbytes)
-            queue.append(storage)
-            if needed_s - own_s <= _LEAD * arrives_s + _LEAD_S:
-                urgent = len(queue)
-            elif len(queue) >= _LOOKAHEAD:
-                break
-        if urgent:
-            self._begin_prefetches(queue[:urgent])
-
-    def _begin_prefetches(self, storages: list[Storage]) -> None:
-        with self.pool.lock, self.pool.retrying():
+        if not (urgent := prefetcher.urgent(op_id, self._storages)):
+            return
+        with self.pool.lock:
             self._is_evicting = True  # the requests in here take nothing from anybody
             try:
-                for storage in storages:
-                    if not self.transfers.prefetch(storage, self._find_free_room):
-                        return
-            except MemoryError:
-                return  # there is room, but not where the pool may place it
+                prefetcher.bring(urgent)
             finally:
                 self._is_evicting = False
 
-    def _find_free_room(self, nbytes: int) -> bool:
-        """Make room without taking anything from anybody who will need it."""
-        nbytes += min(self._headroom_bytes, self.pool.capacity_bytes // 4)
+    def take_free(self, nbytes: int) -> bool:
+        """Make room in one piece without taking anything that will be needed."""
         if self.pool.largest_free_bytes() >= nbytes:
             return True
+        offers = self._free_offers()
+        while (window := self.pool.cheapest_window(nbytes, _costs_of(offers))) is not None:
+            if self._take_all(offers, window):
+                return True
+        return False
+
+    def could_free(self, need: Need) -> bool:
+        """Tell whether there is room, or could be without taking anything that will be needed."""
+        pool = self.pool
+        free_bytes = pool.available_bytes
+        if free_bytes >= need.nbytes and pool.largest_free_bytes() >= need.piece_bytes:
+            return True
+        offers = self._free_offers()
+        free_bytes += sum(storage.nbytes for storage, _ in offers.values())
+        if free_bytes < need.nbytes:
+            return False
+        return pool.cheapest_window(need.piece_bytes, _costs_of(offers)) is not None
+
+    def begin_to_free(self, nbytes: int) -> None:
+        """Begin to copy out what is held for nobody, so that it can be had for nothing soon."""
+        for storage in self.storages():
+            if nbytes <= 0:
+                return
+            if self._is_held_for_nobody(storage) and self.transfers.copy_out_aside(storage):
+                nbytes -= storage.nbytes
+
+    def _is_held_for_nobody(self, storage: Storage) -> bool:
+        """Tell whether a value is not expected to be read again, and only a copy frees its room."""
+        if storage.ticket is not None or not storage.keeps_copy or not self._can_copy(storage):
+            return False
+        candidate = self._candidate(storage)
+        if storage.nbytes < self._min_bytes or not candidate.is_expired:
+            return False
+        suggestion = self.policy.suggest(candidate)
+        return suggestion is not None and not self._can_carry_out(storage, suggestion)
+
+    def _free_offers(self) -> dict[int, tuple[Storage, Suggestion]]:
+        """Offer what can be had for nothing now."""
         self.look_around()
         offers = self._offers(is_free=True)
-        window = self.pool.cheapest_window(nbytes, _costs_of(offers))
-        return window is not None and self._take_all(offers, window)
+        return {at: offer for at, offer in offers.items() if self._can_carry_out(*offer)}
+
+    def _can_carry_out(self, storage: Storage, suggestion: Suggestion) -> bool:
+        """Tell whether an offer costs nothing: a copy is there, or a recipe that nobody blocks."""
+        if suggestion.technique is Technique.OFFLOAD:
+            return storage.ticket is not None
+        return self._plan(storage) is not None
 
     def close(self) -> None:
         """Evict no more, and bring parameters, gradients and optimizer state back.

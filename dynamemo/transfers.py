@@ -5,8 +5,8 @@ for their reader, what the copies take, and giving tickets back. Decides nothing
 move (`MemoryManager`, `Foresight`).
 
 Invariants kept here (numbers of the design's list):
-  2. A prefetch asks for memory only where it is free or free for nothing; nothing is allocated
-     for a copy but its target.
+  2. A prefetch asks for memory only where it is free or free for nothing, and keeps it only where
+     it can be spared; nothing is allocated for a copy but its target.
   3. A block that a copy reads or writes goes to somebody else only behind the copy's end: the
      compute stream is held there, the host is not.
 """
@@ -233,6 +233,20 @@ class Transfers:
         self.observe()
         return True
 
+    def copy_out_aside(self, storage: Storage) -> bool:
+        """Begin to copy out what hardly anybody will read, only to have its block soon.
+
+        False where the copy would hold up the host, or leave less than half of the first tier to
+        values that are needed.
+        """
+        if not self._device.has_host_tier or not self._tiers.tiers:
+            return False
+        tier = self._tiers.tiers[0]
+        limit_bytes = tier.limit_bytes
+        if limit_bytes is not None and 2 * (tier.used_bytes + storage.nbytes) > limit_bytes:
+            return False
+        return self.copy_out(storage)
+
     def let_go(self, storage: Storage) -> bool:
         """Hold the device until a storage is copied out, so that its block can be given up.
 
@@ -254,7 +268,12 @@ class Transfers:
 
     # -- in ----------------------------------------------------------------------------------
 
-    def prefetch(self, storage: Storage, make_room: Callable[[int], bool]) -> bool:
+    def prefetch(
+        self,
+        storage: Storage,
+        make_room: Callable[[int], bool],
+        leaves_room: Callable[[], bool],
+    ) -> bool:
         """Begin to bring a storage back into memory that is free, before anybody reads it.
 
         Parameters
@@ -262,7 +281,9 @@ class Transfers:
         storage : Storage
             Away, with a ticket.
         make_room : callable
-            Frees so many bytes at no cost, or returns False.
+            Frees so many bytes in one piece at no cost, or returns False.
+        leaves_room : callable
+            Tells, once the memory is taken, whether it can be spared.
 
         Raises
         ------
@@ -275,8 +296,11 @@ class Transfers:
         with self._pool.lock:
             if not make_room(storage.nbytes):
                 return False
-            storage.arrival = self._begin(storage, ticket)
-            arrival = storage.arrival
+            memory = self._allocate(storage)
+            if not leaves_room():
+                self._pool.note_moved_out(storage.nbytes)
+                return False
+            storage.arrival = arrival = self._begin(storage, ticket, memory)
             self._coming.append((arrival.mark, arrival.arrays))
         self._counters.prefetched_bytes += storage.nbytes
         return True
@@ -301,7 +325,7 @@ class Transfers:
         arrival = storage.arrival
         started = time.perf_counter()
         if arrival is None:
-            arrival = self._begin(storage, ticket)
+            arrival = self._begin(storage, ticket, self._allocate(storage))
             self._counters.late_bytes += storage.nbytes
             self.timeline.wait(arrival.ends_s)
             was_waited_for = True
@@ -323,9 +347,20 @@ class Transfers:
         self.observe()
         return arrival.arrays
 
-    def _begin(self, storage: Storage, ticket: Ticket) -> Arrival:
+    def _allocate(self, storage: Storage) -> Array:
+        """Take memory for what comes back.
+
+        The pool is told before, so that no meter takes it for somebody's growth.
+        """
+        self._pool.note_moved_out(-storage.nbytes)
+        try:
+            return self._device.allocate(storage.nbytes)
+        except BaseException:
+            self._pool.note_moved_out(storage.nbytes)
+            raise
+
+    def _begin(self, storage: Storage, ticket: Ticket, memory: Array) -> Arrival:
         device = self._device
-        memory = device.allocate(storage.nbytes)
         arrays = [device.array_in(memory, view) for view in storage.views]
         block = device.block_of(arrays[0])
         try:
@@ -333,11 +368,12 @@ class Transfers:
         except BaseException:  # an interrupt: the target must not go before the copy has ended
             device.copier.finish()
             self._tiers.finish()
+            self._pool.note_moved_out(storage.nbytes)
             raise
         if block is not None and block.pool is not self._pool:
             block = None
-        if block is not None:
-            self._pool.note_moved_out(-block.block_bytes)
+        block_bytes = 0 if block is None else block.block_bytes
+        self._pool.note_moved_out(storage.nbytes - block_bytes)
         self._last_in = mark
         seconds = self.inward.seconds(storage.nbytes)
         ends_s = self.timeline.begin_in(seconds, after_s=storage.copied_s)
@@ -365,6 +401,13 @@ class Transfers:
         self._pool.settle()
         self._counters.cancelled_bytes += storage.nbytes
         return True
+
+    def seconds_coming(self, storage: Storage) -> float:
+        """Estimate how long the device would wait for the end of a prefetch."""
+        arrival = storage.arrival
+        if arrival is None or arrival.mark.is_done:
+            return 0.0
+        return max(0.0, arrival.ends_s - self.timeline.now_s)
 
     def backlog_s(self) -> float:
         """Estimate how long the copies in that were begun will still take."""

@@ -204,8 +204,8 @@ def places_free_at_once(monkeypatch):
 def dead_targets_not_kept(monkeypatch):
     original = Transfers.prefetch
 
-    def prefetch(transfers, storage, make_room):
-        begun = original(transfers, storage, make_room)
+    def prefetch(transfers, storage, make_room, leaves_room):
+        begun = original(transfers, storage, make_room, leaves_room)
         transfers._coming.clear()
         return begun
 

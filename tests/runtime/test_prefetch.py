@@ -24,7 +24,7 @@ def test_without_a_place_it_comes_back_when_it_is_read(budget, monkeypatch):
     expected = train()
     tries = []
 
-    def refuse(transfers, storage, make_room):
+    def refuse(transfers, storage, make_room, leaves_room):
         tries.append(storage.nbytes)
         raise OutOfMemoryError(
             requested_bytes=1,
@@ -49,10 +49,10 @@ def test_it_evicts_nothing_that_is_needed(budget, monkeypatch):
     answers = []
     begin = Transfers._begin
 
-    def asking(transfers, storage, ticket):
+    def asking(transfers, storage, ticket, memory):
         if manager._is_evicting:
             answers.append(manager.reclaim(manager.pool, storage.nbytes))
-        return begin(transfers, storage, ticket)
+        return begin(transfers, storage, ticket, memory)
 
     monkeypatch.setattr(Transfers, "_begin", asking)
     with Runtime(budget, device=LateDevice(), policy="offload") as runtime:

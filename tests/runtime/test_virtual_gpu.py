@@ -34,10 +34,11 @@ def seconds_of(function):
 def train(clock, iterations, begin=lambda iteration: None):
     """Train; return the losses, and the virtual seconds of each iteration."""
     numpy.random.seed(0)
+    # First, and without temporaries: on a GPU the batch does not lie in the middle of the arena.
+    x = numpy.random.default_rng(0).standard_normal((ROWS, WIDTH), "f")
     layers = [part for _ in range(DEPTH) for part in (L.Linear(WIDTH, WIDTH), F.relu)]
     model = chainer.Sequential(*layers)
     optimizer = chainer.optimizers.SGD(1e-4).setup(model)
-    x = numpy.random.standard_normal((ROWS, WIDTH)).astype("f")
     losses, marks_s = [], [clock.now_s]
     with Seconds(clock, seconds_of):
         for iteration in range(iterations):
@@ -105,11 +106,17 @@ def test_nothing_that_was_prefetched_is_given_up_again():
     assert Run(FAST, 0.6).statistics[-1].cancelled_bytes == 0
 
 
-begins_late = pytest.mark.xfail(
-    raises=AssertionError,
-    strict=False,  # how blocks lie differs a little between runs
-    reason="no room is made for copies ahead of need: the first of a backward begin late",
-)
+@pytest.mark.parametrize(("share", "most"), [(0.45, 0.03), (0.43, 0.05), (0.41, 0.065)])
+@pytest.mark.parametrize("policy", ["offload", "cost-aware"])
+def test_prefetch_goes_on_where_memory_is_tight(share, most, policy):
+    """At 0.41, a backward and one more value just fit until the gradients take that value's room.
+
+    A loss of 0.093 would mean that the device waits for each copy in.
+    """
+    run = Run(FAST, share, iterations=8, policy=policy)
+    assert max(run.loss[1:]) <= most
+    assert sum(run.each("late_bytes")[1:]) <= 0.02 * sum(run.each("fetched_bytes")[1:])
+    assert sum(run.each("cancelled_bytes")[1:]) <= 0.02 * sum(run.each("prefetched_bytes")[1:])
 
 
 @pytest.mark.parametrize("rate", [SLOW, SLOWER])
@@ -120,15 +127,8 @@ def test_a_slow_link_costs_no_more_than_waiting_once_for_each_byte(rate, share):
     assert max(run.loss[2:]) <= moved_bytes / rate / run.stock_s + 0.1
 
 
-@pytest.mark.parametrize(
-    ("rate", "share"),
-    [
-        (SLOW, 0.6),
-        pytest.param(SLOW, 0.8, marks=begins_late),
-        pytest.param(SLOWER, 0.6, marks=begins_late),
-        pytest.param(SLOWER, 0.8, marks=begins_late),
-    ],
-)
+@pytest.mark.parametrize("rate", [SLOW, SLOWER])
+@pytest.mark.parametrize("share", [0.8, 0.6])
 def test_on_a_slow_link_the_loss_is_near_what_the_link_allows(rate, share):
     """What is over the budget has to leave during forward and to come back during backward."""
     run = Run(rate, share)
