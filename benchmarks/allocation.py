@@ -37,7 +37,7 @@ from benchmarks.environment import describe
 from dynamemo.allocator import Block, HostArena, Pool, using_numpy_pool
 from dynamemo.allocator.block import BLOCK_SLOTS
 
-#: The arena in multiples of what the trace has in use at most: time is compared here, not placement.
+#: The arena in multiples of what the trace has in use at most: time is compared, not placement.
 ROOM = 2
 
 Trace = list[int]
