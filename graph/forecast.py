@@ -106,7 +106,11 @@ def forecast_of(tables: ProblemTables, codes: Codes, budget_bytes: int) -> Forec
     codes = effective(tables, codes)
     if not len(tables.step_s):
         return Forecast(budget_bytes, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, (), (), budget_bytes >= 0)
-    residency = lay_out(tables, codes)
+    return forecast_laid_out(tables, lay_out(tables, codes), budget_bytes)
+
+
+def forecast_laid_out(tables: ProblemTables, residency: Residency, budget_bytes: int) -> Forecast:
+    """Forecast what is laid out already."""
     clock = Clock(tables, residency, budget_bytes)
     clock.run()
     peak_bytes = int(clock.memory.max())
@@ -185,7 +189,7 @@ class Clock:
 
     def run(self) -> None:
         """Walk all moments."""
-        moment = 0
+        moment = self._run_outward(min([self._moments, *self._earliest[:1]]))
         while moment < self._moments:
             self._settle_demands(moment)
             self._make_room(moment)
@@ -201,6 +205,26 @@ class Clock:
                 self.now_s += self._begin_s[following] - self._begin_s[moment]
             self._enqueue(following - 1)
             moment = following
+
+    def _run_outward(self, end: int) -> int:
+        """Walk the moments before any copy in may begin, where only copies out matter."""
+        leaving, level, elapsed_s = self._leaving, self._level, self._elapsed_s
+        extra = [0] * end
+        next_out_at = self._out[0][0] if self._out else end
+        for moment in range(end):
+            if leaving:
+                if leaving[0][0] <= self.now_s:
+                    self._drain()
+                if level[moment] + self._leaving_bytes > self._budget_bytes:
+                    self._make_room(moment)
+                extra[moment] = self._leaving_bytes
+            self.now_s += elapsed_s[moment]
+            if moment == next_out_at:
+                self._enqueue(moment)
+                is_last = self._next_out == len(self._out)
+                next_out_at = end if is_last else self._out[self._next_out][0]
+        self.memory[:end] += np.array(extra, np.int64)
+        return end
 
     def _settle_demands(self, moment: int) -> None:
         """Count no longer as early what a level counts from this moment on."""
