@@ -176,6 +176,13 @@ class Planner:
             self._smallest_bytes = self._find_smallest()
         return self._smallest_bytes
 
+    def kept_peak_bytes(self) -> int:
+        """Compute the peak if everything is kept."""
+        if not len(self.problem.steps):
+            return 0
+        kept = np.zeros(len(self.problem.tensors), np.int8)
+        return int(lay_out(self._tables, kept).level.max())
+
     def _find_smallest(self) -> int:
         """Halve the range between what every plan needs and what one needs."""
         tables = self._tables
@@ -209,9 +216,8 @@ class Planner:
 
     def _search(self, budget_bytes: int, forecasts: int) -> None:
         """Make first plans, and exchange from the best of them with what is left."""
-        tables = self._tables
-        kept = np.zeros(len(tables.nbytes), np.int8)
-        if int(lay_out(tables, kept).level.max()) <= budget_bytes:
+        kept = np.zeros(len(self.problem.tensors), np.int8)
+        if self.kept_peak_bytes() <= budget_bytes:
             self._evaluate(kept, budget_bytes)
             return
         left = forecasts - self._search_shares(kept, budget_bytes, max(2, forecasts // 2))

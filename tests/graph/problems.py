@@ -3,6 +3,7 @@
 They follow a `random.Random`, so a seed names one, and Hypothesis can drive it.
 """
 
+from dataclasses import replace
 from random import Random
 
 from dynamemo.graph.problem import LinkRate, Problem, Rebuild, Step, Technique, Tensor
@@ -63,6 +64,30 @@ def _random_tensor(
         random.random() < 0.8,
         len(before),
     )
+
+
+def joined(first: Problem, second: Problem) -> Problem:
+    """Run one problem behind another, as two losses in one iteration do."""
+    steps, index = len(first.steps), len(first.tensors)
+    later = tuple(
+        replace(
+            tensor,
+            made_at=tensor.made_at + steps,
+            last_forward_use=tensor.last_forward_use + steps,
+            uses=tuple(use + steps for use in tensor.uses),
+            rebuild=tensor.rebuild
+            and replace(tensor.rebuild, sources=tuple(s + index for s in tensor.rebuild.sources)),
+        )
+        for tensor in second.tensors
+    )
+    # Some of the first pass's tensors are read again by the second.
+    read_again = tuple(
+        replace(tensor, uses=(*tensor.uses, steps + place % len(second.steps)))
+        if tensor.uses and place % 3 == 0
+        else tensor
+        for place, tensor in enumerate(first.tensors)
+    )
+    return replace(first, steps=first.steps + second.steps, tensors=read_again + later)
 
 
 def random_techniques(random: Random, problem: Problem) -> tuple[Technique, ...]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynamemo.graph.forecast import Forecast, forecast
 from dynamemo.graph.problem import LinkRate, Problem, ProblemError, Rebuild, Step, Technique, Tensor
-from tests.graph.problems import MIB, random_problem, random_techniques
+from tests.graph.problems import MIB, joined, random_problem, random_techniques
 from tests.graph.reference_forecast import Reference
 
 KEEP, RECOMPUTE, OFFLOAD = Technique.KEEP, Technique.RECOMPUTE, Technique.OFFLOAD
@@ -18,10 +18,13 @@ KEEP, RECOMPUTE, OFFLOAD = Technique.KEEP, Technique.RECOMPUTE, Technique.OFFLOA
     seed=st.integers(0, 1 << 32),
     functions=st.integers(2, 12),
     share=st.floats(0.2, 1.1),
+    passes=st.integers(1, 2),
 )
-def test_agrees_with_the_reference(seed: int, functions: int, share: float) -> None:
+def test_agrees_with_the_reference(seed: int, functions: int, share: float, passes: int) -> None:
     random = Random(seed)
     problem = random_problem(random, functions)
+    if passes == 2:
+        problem = joined(problem, random_problem(random, functions))
     problem.validate()
     techniques = random_techniques(random, problem)
     kept = forecast(problem, (KEEP,) * len(problem.tensors), 1 << 60)

@@ -18,7 +18,7 @@ from dynamemo.graph.plan_frontier import MAX_PLANS, PlanFrontier
 from dynamemo.graph.planner import BudgetError, Planner, plan, smallest_feasible_budget
 from dynamemo.graph.problem import LinkRate, Problem, Technique
 from dynamemo.graph.problem_of_trace import problem_of
-from tests.graph.problems import random_problem, random_techniques
+from tests.graph.problems import joined, random_problem, random_techniques
 
 SEEDS = st.integers(0, 1 << 32)
 
@@ -62,6 +62,8 @@ def test_over_twenty_budgets_memory_and_time_are_monotone(seed: int) -> None:
 def test_no_techniques_beat_the_bound(seed: int, functions: int, share: float) -> None:
     random = Random(seed)
     problem = random_problem(random, functions, rate=1e9)
+    if seed % 3 == 0:
+        problem = joined(problem, random_problem(random, functions, rate=1e9))
     budget = int(share * kept_peak(problem))
     bound = lower_bound_s(problem, budget)
     for _ in range(30):
