@@ -327,10 +327,11 @@ def _allocator(pool: CudaPool, former: Callable[[int], Any]) -> Any:
     place, register = pool.place, pool.register_stream
     note_death = pool.late.append
     get_device, get_stream = runtime.getDevice, cupy.cuda.get_current_stream
+    is_alone = runtime.getDeviceCount() == 1  # then the current GPU needs no asking
     new_memory, new_block, new_pointer = PoolMemory, _WatchedBlock, cupy.cuda.MemoryPointer
 
     def allocate(nbytes: int) -> Any:
-        if get_device() != device_id:
+        if device_id != own_id or not (is_alone or get_device() == own_id):
             return former(nbytes)
         stream = get_stream(own_id)
         handle = stream.ptr

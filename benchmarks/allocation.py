@@ -37,6 +37,9 @@ from benchmarks.environment import describe
 from dynamemo.allocator import Block, HostArena, Pool, using_numpy_pool
 from dynamemo.allocator.block import BLOCK_SLOTS
 
+#: The arena in multiples of what the trace has in use at most: time is compared, not placement.
+ROOM = 2
+
 Trace = list[int]
 Allocate = Callable[[int], Any]
 
@@ -193,7 +196,7 @@ def _gpu_peers(peak_bytes: int) -> dict[str, Peer]:
 
     default = cupy.get_default_memory_pool()
     cupy.cuda.set_allocator(default.malloc)
-    pool = cupy_memory.new_pool(peak_bytes * 5 // 4 + (64 << 20))
+    pool = cupy_memory.new_pool(peak_bytes * ROOM + (64 << 20))
     alloc = cupy.cuda.alloc
     return {
         "cupy": (nullcontext, alloc),
@@ -212,7 +215,7 @@ class _WatchedBlock(Block, weakref.ref[_Memory]):
 
 
 def _bare_pool(peak_bytes: int) -> dict[str, Peer]:
-    pool = Pool(HostArena(peak_bytes * 5 // 4 + (64 << 20)))
+    pool = Pool(HostArena(peak_bytes * ROOM + (64 << 20)))
     place, note_death = pool.place, pool.late.append
 
     def allocate(nbytes: int) -> _Memory:  # as in `cupy_memory`

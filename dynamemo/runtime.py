@@ -147,7 +147,7 @@ class Runtime:
         pool.reclaimer = manager
         pool.explain = manager.explain
         binding.attach(manager)
-        self._pool, self._manager = pool, manager
+        self._pool, self._manager, self._binding = pool, manager, binding
         stack.callback(_release, binding, manager)
         stack.enter_context(device.using_pool(pool, small_bytes=1 if is_torture else None))
         stack.callback(binding.leave)
@@ -223,7 +223,11 @@ class Runtime:
             in_bytes_per_s=manager.transfers.inward.bytes_per_s,
             preserved_bytes=counters.preserved_bytes,
             recomputed_functions=counters.recomputed_functions,
-            iterations=manager.recorder.iterations + manager.recorder.is_iteration_open,
+            iterations=(
+                manager.recorder.iterations
+                + manager.recorder.is_iteration_open
+                + self._binding.slumber.finished_iterations
+            ),
             pool=figures,
             tier_bytes={type(tier).__name__: tier.used_bytes for tier in self._tier_list},
         )

@@ -37,6 +37,9 @@ _Made = tuple[Storage, Array, "int | None", "str | None"]
 #: Signatures known at once.
 MAX_SIGNATURES = 65_536
 
+#: Of applications that nobody looked at.
+_UNSEEN = Signature(("unseen",), 0)
+
 
 class Recording(Places):
     """Tell the manager what functions did.
@@ -118,6 +121,41 @@ class Recording(Places):
         self.note_function(function)
         manager.ran_forward(op_id, signature, [entry[0] for entry in made])
 
+    def record_late(self, function: Any) -> None:
+        """Note an application that nobody looked at when it ran.
+
+        Its arrays can be copied out from now on. They are never rebuilt and nothing is rebuilt from
+        them: nobody knows what was written into them since.
+        """
+        manager = self.manager
+        made: list[_Made] = []
+        input_ids, retained_ids = self._note_inputs(function)
+        nodes = [node for output in function.outputs or () if (node := output()) is not None]
+        output_ids = []
+        for node in nodes:
+            array = data_of(node)
+            if array is not None and self._owns(array):
+                storage = self._adopt(array, StorageKind.ACTIVATION, made, None, None)
+                if storage is not None:
+                    output_ids.append(storage.storage_id)
+            variable = node.get_variable_or_none()
+            if variable is not None:
+                self.note_variable(variable)
+        if function._output_indexes_to_retain:
+            retained_ids += self._note_retained_outputs(function, made)
+        attribute_ids, _ = self._note_attributes(function, made, {})
+        for storage, *_ in made:
+            storage.exposed = True
+        self.last_op_id = op_id = manager.recorder.forward(
+            function.label,
+            tuple(input_ids),
+            tuple(output_ids),
+            retained=tuple(retained_ids),
+            attributes=tuple(attribute_ids),
+        )
+        function.__dict__[RECORD] = Application(op_id, _UNSEEN, None, (), self._forget_operation)
+        self.note_function(function)
+
     def _note_made(self, function: Any, made: list[_Made], op_id: int) -> None:
         is_checkpoint = rules.is_checkpoint(function)
         for storage, array, index, attribute in made:
@@ -134,18 +172,20 @@ class Recording(Places):
     def _signature(self, cls: type, function: Any, outputs: Any) -> Signature:
         parts: list[Any] = [cls]
         for node in function.inputs:
-            parts += (node.shape, node.dtype.char)
+            parts += (node.shape, node.dtype)  # both None for a variable without an array
         parts.append(None)
         for output in outputs:
             node = output._node
-            parts += (node.shape, node.dtype.char)
+            parts += (node.shape, node.dtype)
         key = tuple(parts)
         signature = self._signatures.get(key)
         if signature is None:
             if len(self._signatures) >= MAX_SIGNATURES:
                 self._signatures.clear()
             nodes = [*function.inputs, *(output._node for output in outputs)]
-            nbytes = sum(math.prod(node.shape) * node.dtype.itemsize for node in nodes)
+            nbytes = sum(
+                math.prod(node.shape) * node.dtype.itemsize for node in nodes if node.dtype
+            )
             signature = self._signatures[key] = Signature(key, nbytes)
         return signature
 
