@@ -32,10 +32,10 @@ from dynamemo.graph.problem_tables import Codes, tables_of
 from dynamemo.graph.residency import lay_out
 
 #: Steps and tensors that a plan's forecasts may walk in all; what counts for large problems.
-_EFFORT = 60_000
+_EFFORT = 24_000
 #: Most and fewest forecasts of a first plan, whatever the problem's size.
 _MOST_FORECASTS = 600
-_FEWEST_FORECASTS = 4
+_FEWEST_FORECASTS = 3
 #: Shares of the link's time to fill with copies out, the most promising first.
 _SHARES = (1.0, 0.6, 1.5, 0.0, 0.8, 1e9, 0.3, 1.2)
 #: Gap to the bound from which a first plan is good enough.
