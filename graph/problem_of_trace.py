@@ -2,7 +2,8 @@
 
 Covers which storages are tensors to decide on, when each is made and read, and how each can be made
 again. Does not cover what was not recorded: a step whose own bytes were not measured counts its
-transients, what lasts, and the gradients that the trace names.
+transients, what lasts, and the gradients that the trace names, or, where it names none, those that
+its backward operations must hold (`gradients`).
 
 A tensor is a storage of kind ACTIVATION or ATTRIBUTE that a forward operation of the trace made.
 The first operation that names it as an output or an attribute made it, unless it or an earlier one
@@ -23,6 +24,7 @@ differ: the chain ends at whatever backward needs, whether that is kept, dropped
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from dynamemo.graph.gradients import gradient_bytes, parameter_gradient_bytes
 from dynamemo.graph.problem import LinkRate, Problem, Rebuild, Step, Tensor
 from dynamemo.graph.types import Operation, Phase, Storage, StorageKind, Trace
 
@@ -79,6 +81,7 @@ def problem_of(trace: Trace, outward: LinkRate, inward: LinkRate) -> Problem:
     index_of = {life.storage.id: index for index, life in enumerate(made)}
     chains = _Chains(trace, lives, index_of)
     lasting_bytes = sum(life.storage.nbytes for life in lives.values() if _lasts(life))
+    lasting_bytes += parameter_gradient_bytes(trace)
     own = _own_bytes(trace, lives, lasting_bytes)
     problem = Problem(
         tuple(
@@ -131,10 +134,11 @@ def _own_bytes(trace: Trace, lives: dict[int, _Life], lasting_bytes: int) -> Ite
             change[life.first] += life.storage.nbytes
             change[life.last + 1] -= life.storage.nbytes
     others = 0
-    for operation, changed in zip(trace.operations, change, strict=False):
+    gradients = gradient_bytes(trace)
+    for operation, changed, made in zip(trace.operations, change, gradients, strict=False):
         others += changed
         if operation.own_bytes is None:
-            yield operation.transient_bytes + lasting_bytes + others
+            yield operation.transient_bytes + lasting_bytes + others + made
         else:
             yield operation.own_bytes
 
