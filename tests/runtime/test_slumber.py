@@ -57,11 +57,10 @@ def peak_of(rows):
 
 
 def test_it_sleeps_where_everything_fits_and_counts_on():
-    asleep, nodes = [], []
+    asleep = []
 
     def each(step):
         asleep.append(runtime._binding.slumber.is_asleep)
-        nodes.append(len(runtime._manager.storages()))
 
     expected = train([64] * CALM)
     with runtime_of("1GiB") as runtime:
