@@ -1,4 +1,4 @@
-"""Claim: a forecast of 5,000 steps takes at most 30 ms, and a first plan for it at most 100 ms.
+"""Claim: a forecast of 5,000 steps takes at most 30 ms, and a first plan for it about 100 ms.
 
 A chain of 2,500 functions with skips, and its backward; 2,499 tensors, each movable and with a
 rebuild from the one before it. For each budget (a share of the peak without one): the milliseconds

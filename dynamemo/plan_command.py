@@ -1,7 +1,7 @@
 """The command `dynamemo plan`: what a budget would mean for a recorded iteration.
 
-It reads a trace that was written as JSON (`dynamemo.graph.trace_json.dumps(runtime.trace())`),
-predicts, and touches no device and no Chainer.
+It reads a trace that `Runtime.save_trace` wrote as JSON, predicts, and touches no device and no
+Chainer.
 """
 
 from __future__ import annotations

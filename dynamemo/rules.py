@@ -92,16 +92,12 @@ class Traits:
 def traits_of(function: Any) -> Traits:
     """Return what is known of the function's class."""
     cls: Any = type(function)
-    return _traits(cls)
-
-
-def traits_of_class(cls: type) -> Traits:
-    """Return what is known of a class of functions."""
-    return _traits(cls)
+    return traits_of_class(cls)
 
 
 @functools.lru_cache(_MOST_CLASSES)
-def _traits(cls: type) -> Traits:
+def traits_of_class(cls: type) -> Traits:
+    """Return what is known of a class of functions."""
     cls = class_behind(cls)
     name = cls.__name__
     is_trusted = cls in _registered or cls.__module__.startswith("chainer.")
@@ -137,7 +133,7 @@ def register_recomputable(cls: type) -> type:
         The class itself.
     """
     _registered.add(cls)
-    _traits.cache_clear()
+    traits_of_class.cache_clear()
     return cls
 
 
