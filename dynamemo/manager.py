@@ -78,7 +78,8 @@ class MemoryManager(Restorer):
         self.look_around: Callable[[], None] = _look_nowhere
         pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
         self._version_of = version_of
-        self._min_bytes = min_bytes
+        #: Storages below this many bytes are left alone.
+        self.min_bytes = min_bytes
         #: The longest request that took memory back from a prefetch; kept free from then on.
         self._headroom_bytes = 0
         #: Seconds of the backward that was begun last.
@@ -188,7 +189,7 @@ class MemoryManager(Restorer):
             block = storage.block
             if block is None or storage.refused_at == clock:
                 continue
-            if storage.nbytes < self._min_bytes or not self._can_copy(storage):
+            if storage.nbytes < self.min_bytes or not self._can_copy(storage):
                 continue
             candidate = self._candidate(storage)
             if is_free and not (candidate.is_expired and candidate.is_free):
