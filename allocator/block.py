@@ -8,12 +8,21 @@ Covers the block and what a finalizer may hand over instead of one. Does not pla
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from dynamemo.allocator.heap import End
 
 if TYPE_CHECKING:
     from dynamemo.allocator.pool import Pool
 
-__all__ = ["BLOCK_SLOTS", "Block", "CountedBlock", "LateFree", "PlainBlock"]
+__all__ = ["BLOCK_SLOTS", "UNPLACED", "Block", "CountedBlock", "LateFree", "Parking", "PlainBlock"]
+
+#: Where blocks of one length wait at one end: (addresses, block bytes, lowest address that may be
+#: taken, end). The list begins with a 0, below which there is nothing to take, and is empty once it
+#: is no longer in force.
+Parking: TypeAlias = tuple[list[int], int, int, End]
+#: What has no address that could be parked: it is not placed yet, free again, or not in the arena.
+UNPLACED: Parking = ([], 0, 0, End.LOW)
 
 #: What a class derived from `Block` has in its ``__slots__``.
 BLOCK_SLOTS = (
@@ -31,8 +40,8 @@ _NONE: tuple[str, ...] = ()  # by a name, or mypy would not let the slots of der
 class Block:
     """A stretch of a pool's arena that somebody owns.
 
-    Derived classes have the slots, so that one may be a weak reference too; `Pool.place` fills
-    them.
+    Derived classes have the slots, so that one may be a weak reference too. Whoever makes one sets
+    `address` to 0 and `parking` to `UNPLACED`; `Pool.place` does the rest.
     """
 
     __slots__ = _NONE
@@ -49,8 +58,8 @@ class Block:
     stream: int
     #: Free for the pool's user (the runtime notes its storage here).
     owner: object
-    #: The pool's own: where its address goes when it is freed.
-    parking: dict[int, list[int]]
+    #: The pool's own: where its address goes when it is freed. Only a live block has a place there.
+    parking: Parking
 
     @property
     def offset(self) -> int:
@@ -72,6 +81,10 @@ class LateFree(Protocol):
 
     #: Where its memory begins; 0 where it has none any more.
     address: int
+
+    @property
+    def parking(self) -> Parking:
+        """`UNPLACED`."""
 
     def release(self, pool: Pool) -> None:
         """Free it. Called with the pool locked; a second call does nothing."""

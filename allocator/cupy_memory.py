@@ -25,7 +25,7 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from dynamemo.allocator.block import BLOCK_SLOTS, Block
+from dynamemo.allocator.block import BLOCK_SLOTS, UNPLACED, Block
 from dynamemo.allocator.errors import AllocatorError, OutOfMemoryError
 from dynamemo.allocator.pool import Pool
 
@@ -323,14 +323,17 @@ _leaving = threading.Lock()
 
 
 def _allocator(pool: CudaPool, former: Callable[[int], Any]) -> Any:
-    own_id = device_id = pool.device_id
+    own_id = pool.device_id
     place, register = pool.place, pool.register_stream
     note_death = pool.late.append
     get_device, get_stream = runtime.getDevice, cupy.cuda.get_current_stream
+    is_own_always = runtime.getDeviceCount() == 1  # then nobody need ask for the current GPU
+    is_left = False
     new_memory, new_block, new_pointer = PoolMemory, _WatchedBlock, cupy.cuda.MemoryPointer
+    unplaced = UNPLACED
 
     def allocate(nbytes: int) -> Any:
-        if get_device() != device_id:
+        if not is_own_always and (is_left or get_device() != own_id):
             return former(nbytes)
         stream = get_stream(own_id)
         handle = stream.ptr
@@ -340,16 +343,18 @@ def _allocator(pool: CudaPool, former: Callable[[int], Any]) -> Any:
         # From here on the memory's death frees the block, whatever happens.
         block = new_block(memory, note_death)
         block.address = 0
+        block.parking = unplaced
         place(block, nbytes, None, handle)
         memory.ptr = block.address
         memory.size = nbytes
-        memory.device_id = own_id
+        if own_id:  # a new one has 0
+            memory.device_id = own_id
         memory.block = block
         return new_pointer(memory, 0)
 
     def pass_on() -> None:
-        nonlocal device_id
-        device_id = -1  # no GPU's: all requests go to the former allocator
+        nonlocal is_own_always, is_left
+        is_left, is_own_always = True, False  # all requests go to the former allocator
         chained.is_left = True
         del chained.pass_on  # a cycle, which would keep the pool alive
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import Any, Protocol
 
-from dynamemo.allocator.block import Block
+from dynamemo.allocator.block import UNPLACED, Block
 from dynamemo.allocator.numpy_capi import (
     HandlerStruct,
     decref,
@@ -65,6 +65,8 @@ class OutsideBlock:
     """A small block of the C library's memory."""
 
     __slots__ = ("address", "counted_bytes", "requested_bytes")
+
+    parking = UNPLACED
 
     def __init__(self, requested_bytes: int) -> None:
         self.address = raw_malloc(requested_bytes) or 0

@@ -15,9 +15,10 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from dynamemo.allocator.arena import Arena
-from dynamemo.allocator.block import Block, CountedBlock, PlainBlock
+from dynamemo.allocator.block import UNPLACED, Block, CountedBlock, Parking, PlainBlock
 from dynamemo.allocator.errors import (
     AllocatorError,
     InternalError,
@@ -33,6 +34,8 @@ __all__ = ["Pool"]
 
 _HIGH = End.HIGH
 _MASK, _INVERSE = GRANULE_BYTES - 1, -GRANULE_BYTES
+#: For a length that is not remembered: nothing to take.
+_NOTHING_READY: Parking = ([0], 0, 1, _HIGH)
 
 
 class Pool(PoolCore):
@@ -53,15 +56,16 @@ class Pool(PoolCore):
 
     __slots__ = (
         "_asker",
+        "_meter_bytes",
+        "_moved_out_bytes",
         "_outside_bytes",
+        "_peak_bytes",
         "_reclaims",
         "_reserved_bytes",
         "budget_bytes",
-        "default_end",
         "explain",
         "last_error",
         "reclaimer",
-        "small_block_bytes",
     )
 
     def __init__(self, arena: Arena, *, budget_bytes: int | None = None) -> None:
@@ -71,13 +75,11 @@ class Pool(PoolCore):
         super().__init__(arena, budget_bytes)
         self._reclaims = self._reserved_bytes = self._outside_bytes = 0
         self._asker = threading.local()
+        # Highest use ever; and since the innermost `start_meter`, less `_moved_out_bytes`.
+        self._peak_bytes = self._meter_bytes = 0
+        self._moved_out_bytes = 0  # freed by the reclaimer, less what it brought back
         #: The limit in bytes.
         self.budget_bytes = budget_bytes
-        #: Where blocks go whose requester names no end.
-        self.default_end = End.LOW
-        #: Blocks shorter than this go to the high end all the same, so that a small block that
-        #: stays does not cut the space that long ones need.
-        self.small_block_bytes = 0
         #: Completes an error of this pool before it is raised (names the function, say).
         self.explain: Callable[[OutOfMemoryError], None] | None = None
         #: Makes room when a request does not fit; None: nobody does.
@@ -112,56 +114,72 @@ class Pool(PoolCore):
             changed then beyond what was reclaimed.
         """
         block = PlainBlock()
+        block.address = 0
+        block.parking = UNPLACED
         self.place(block, requested_bytes, end, stream)
         return block
 
     def place(self, block: Block, requested_bytes: int, end: End | None, stream: int) -> None:
-        """Give memory to a block object that has none; as `allocate`, which see."""
-        block.address = 0
+        """Give memory to a block object that has none (see `Block`); as `allocate`, which see."""
         block.pool = self
         block.owner = None
         block.stream = stream
         block.requested_bytes = requested_bytes
-        block.block_bytes = block_bytes = (requested_bytes + _MASK) & _INVERSE or GRANULE_BYTES
+        late, blocks = self.late, self._blocks
         try:
-            if self.late:
-                self._park_freed()
-            if end is None:
-                end = _HIGH if requested_bytes < self.small_block_bytes else self.default_end
-            if end is _HIGH:
-                parked, lowest = self._parked_high, self._base + self.low_area_bytes
-            else:
-                parked, lowest = self._parked_low, 0
-            # A stretch, see `pool_core`: no call, and no object that the collector tracks.
-            used_bytes = self._used_bytes + block_bytes
-            if (
-                block_bytes in parked
-                and (addresses := parked[block_bytes])
-                and (address := addresses[-1]) >= lowest
-                and used_bytes <= self._heap_limit_bytes
-                and stream == self._last_stream
-                and not self._state
-                and not self.late
-            ):
+            # As `_park_freed`, whose call would cost as much as what it does for one block.
+            while late:
+                item: Any = late[0]
+                addresses, block_bytes, _, _ = item.parking
+                if not addresses or self._state or item.stream != self._last_stream:
+                    break
                 try:
-                    del addresses[-1]
-                    self._blocks[address] = block
-                    block.parking = parked
-                    block.address = address
-                    self._used_bytes = used_bytes
-                    if used_bytes > self._peak_bytes:
-                        self._peak_bytes = used_bytes
-                    if used_bytes > self._meter_bytes:
-                        self._meter_bytes = used_bytes
+                    address = item.address
+                    owner, item.owner = item.owner, None
+                    item.parking = UNPLACED
+                    del blocks[address]
+                    del late[0]
+                    self._used_bytes -= block_bytes
+                    self._freed_bytes += block_bytes
+                    self._frees += 1
+                    addresses.append(address)
                 except BaseException:
                     self._state = _TORN
                     raise
-                return
+                del owner
+            else:
+                # Nothing is late. From that look on a stretch, see `pool_core`: no call, and no
+                # object that the collector tracks, but for the error that leads out of here.
+                try:
+                    addresses, block_bytes, lowest, _ = parking = self._ready[requested_bytes]
+                except KeyError:
+                    addresses, block_bytes, lowest, _ = parking = _NOTHING_READY
+                address = addresses[-1]
+                used_bytes = self._used_bytes + block_bytes
+                if (
+                    address >= lowest
+                    and end is None
+                    and used_bytes <= self._heap_limit_bytes
+                    and stream == self._last_stream
+                    and not self._state
+                ):
+                    try:
+                        del addresses[-1]
+                        blocks[address] = block
+                        block.block_bytes = block_bytes
+                        block.parking = parking
+                        block.address = address
+                        self._used_bytes = used_bytes
+                        if used_bytes > self._highest_bytes:
+                            self._highest_bytes = used_bytes
+                    except BaseException:
+                        self._state = _TORN
+                        raise
+                    return
             with self._lock:
                 self._place_locked(block, end)
         except BaseException:
             if block.address:  # an interrupt, or a full stack, which is why nothing is called here
-                late = self.late
                 late += (block,)
             raise
 
@@ -333,6 +351,7 @@ class Pool(PoolCore):
         """Return what the pool holds now."""
         with self._exclusive() as heap:
             largest_bytes, free_bytes = heap.largest_free_bytes, heap.free_bytes
+            self._note_highest()
             return PoolStatistics(
                 budget_bytes=self.budget_bytes,
                 capacity_bytes=heap.capacity_bytes,
@@ -353,6 +372,7 @@ class Pool(PoolCore):
     def start_meter(self) -> tuple[int, int]:
         """Begin to watch the highest use; give what this returns to `stop_meter`. They nest."""
         self.settle()
+        self._note_highest()
         moved_out_bytes = self._moved_out_bytes
         outer_bytes = self._meter_bytes + moved_out_bytes
         self._meter_bytes = self._used_bytes
@@ -364,6 +384,7 @@ class Pool(PoolCore):
         As if nothing had been moved out or back meanwhile (`note_moved_out`).
         """
         self.settle()
+        self._note_highest()
         outer_bytes, then_bytes = started
         moved_out_bytes = self._moved_out_bytes
         highest_bytes = self._meter_bytes + moved_out_bytes
@@ -372,12 +393,14 @@ class Pool(PoolCore):
 
     def note_moved_out(self, nbytes: int) -> None:
         """Tell that the reclaimer freed so many bytes, or brought them back (below 0)."""
+        self._note_highest()
         self._moved_out_bytes += nbytes
         self._meter_bytes -= nbytes
 
     def reset_peak(self) -> None:
         """Start the peak anew from the bytes in use now."""
         self.settle()
+        self._note_highest()
         self._peak_bytes = self._used_bytes
 
     def validate(self) -> None:
@@ -410,23 +433,37 @@ class Pool(PoolCore):
 
     # -- inside --
 
-    def _place_locked(self, block: Block, end: End) -> None:
+    def _note_highest(self) -> None:
+        """Enter the highest use in the peak and the meter, and watch it anew."""
+        # No call, so that no thread writes over what another one has entered.
+        highest_bytes, self._highest_bytes = self._highest_bytes, self._used_bytes
+        if highest_bytes > self._peak_bytes:
+            self._peak_bytes = highest_bytes
+        if highest_bytes > self._meter_bytes:
+            self._meter_bytes = highest_bytes
+
+    def _place_locked(self, block: Block, named_end: End | None) -> None:
+        requested_bytes = block.requested_bytes
+        block.block_bytes = (requested_bytes + _MASK) & _INVERSE or GRANULE_BYTES
+        end = named_end or self._usual_end(requested_bytes)
         self._begin()
         if block.stream != self._last_stream:
             self._switch_stream(block.stream)
         if not self._try_place(block, end):
             self._place_after_reclaim(block, end)
+        if named_end is None:
+            self._make_ready(requested_bytes, block.block_bytes)
 
     def _place_after_reclaim(self, block: Block, end: End) -> None:
         def attempt() -> bool:
             return self._try_place(block, end)
 
         def attempt_anywhere() -> bool:
-            low_area_bytes, self.low_area_bytes = self.low_area_bytes, 0
+            low_area_bytes, self._low_area_bytes = self._low_area_bytes, 0
             try:
                 return attempt()
             finally:
-                self.low_area_bytes = low_area_bytes
+                self._low_area_bytes = low_area_bytes
 
         if not self._reclaim_until(attempt, block.requested_bytes) and not attempt_anywhere():
             raise self._out_of_memory(block.requested_bytes, block.block_bytes)

@@ -13,7 +13,9 @@ streams. Does not cover reclaim nor statistics: `pool` adds them.
 The steady state does without heap and lock: a freed block's address is *parked* in the list of its
 exact length, from which the next request of that length takes it. Both ends have lists of their
 own. Parked addresses go to the heap where a request would otherwise fail, or where it would take
-memory that was never used although much is parked.
+memory that was never used although much is parked; the lists are then empty and out of force. A
+request looks its list up by the bytes asked for (`PoolCore._ready`): what follows from those, the
+block's length and its end, is worked out once.
 
 How it does without the lock: a *stretch* of code without a call (`PoolCore._park_freed`,
 `Pool.place`) checks that the pool is idle and moves one address between its list and the table. In
@@ -36,10 +38,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dynamemo.allocator.arena import Arena
-from dynamemo.allocator.block import Block, LateFree
+from dynamemo.allocator.block import UNPLACED, Block, LateFree, Parking
 from dynamemo.allocator.errors import AllocatorError, InternalError, NestedUseError
 from dynamemo.allocator.heap import BlockHeap, End
 
@@ -51,6 +53,9 @@ __all__ = ["PoolCore"]
 _IDLE, _BUSY, _TORN = 0, 1, 2
 #: So much may be parked before memory that was never used is spared; see also `_parked_share`.
 _PARKED_BYTES = 16 << 20
+#: So many lengths asked for are remembered.
+_MOST_READY = 4096
+_HIGH = End.HIGH
 
 
 class PoolCore:
@@ -70,23 +75,26 @@ class PoolCore:
         "_arena",
         "_base",
         "_blocks",
+        "_default_end",
         "_freed_bytes",
         "_frees",
         "_heap",
         "_heap_limit_bytes",
+        "_highest_bytes",
         "_is_reclaiming",
         "_last_stream",
         "_lock",
-        "_meter_bytes",
-        "_moved_out_bytes",
+        "_low_area_bytes",
         "_parked_high",
         "_parked_low",
-        "_peak_bytes",
+        "_ready",
+        "_ready_high",
+        "_ready_low",
+        "_small_block_bytes",
         "_state",
         "_used_bytes",
         "collect_late",
         "late",
-        "low_area_bytes",
     )
 
     #: Where more than this part of the memory in use or parked is parked, it is made free for all
@@ -103,15 +111,18 @@ class PoolCore:
         self._is_reclaiming = False
         self._blocks: dict[int, Block] = {}  # by address
         self._used_bytes = 0  # of live blocks
-        self._parked_low: dict[int, list[int]] = {}  # block bytes -> addresses
+        self._parked_low: dict[int, list[int]] = {}  # block bytes -> 0 and addresses
         self._parked_high: dict[int, list[int]] = {}  # the same for blocks that were placed high
+        # Requested bytes -> where a request that names no end takes from, where `default_end` is
+        # low and where it is high; and the one of the two that holds now.
+        self._ready_low: dict[int, Parking] = {}
+        self._ready_high: dict[int, Parking] = {}
+        self._ready = self._ready_low
+        self._default_end = End.LOW
+        self._small_block_bytes = self._low_area_bytes = 0
         self._last_stream = 0
-        self._peak_bytes = self._frees = self._freed_bytes = 0
-        # Highest use since the innermost `start_meter`, less `_moved_out_bytes`.
-        self._meter_bytes = 0
-        self._moved_out_bytes = 0  # freed by the reclaimer, less what it brought back
-        #: Bytes at the low end that blocks for the high end stay out of.
-        self.low_area_bytes = 0
+        self._frees = self._freed_bytes = 0
+        self._highest_bytes = 0  # use was at most so much since `Pool._note_highest`
         #: What finalizers have left to be freed; for those that must not call anything.
         self.late: deque[Block | LateFree] = deque()
         #: Called before the pool is looked at or runs short: moves what finalizers left elsewhere
@@ -162,6 +173,41 @@ class PoolCore:
             finally:
                 self._lock.release()
 
+    @property
+    def default_end(self) -> End:
+        """Where blocks go whose requester names no end."""
+        return self._default_end
+
+    @default_end.setter
+    def default_end(self, end: End) -> None:
+        self._ready = self._ready_high if end is _HIGH else self._ready_low
+        self._default_end = end
+
+    @property
+    def small_block_bytes(self) -> int:
+        """Blocks shorter than this go to the high end where their requester names none.
+
+        So that a small block that stays does not cut the space that long ones need.
+        """
+        return self._small_block_bytes
+
+    @small_block_bytes.setter
+    def small_block_bytes(self, nbytes: int) -> None:
+        if nbytes != self._small_block_bytes:
+            self._small_block_bytes = nbytes
+            self._forget_ready()
+
+    @property
+    def low_area_bytes(self) -> int:
+        """Bytes at the low end that blocks for the high end stay out of."""
+        return self._low_area_bytes
+
+    @low_area_bytes.setter
+    def low_area_bytes(self, nbytes: int) -> None:
+        if nbytes != self._low_area_bytes:
+            self._low_area_bytes = nbytes
+            self._forget_ready()
+
     def _order(self, from_stream: int, to_stream: int) -> None:
         """Let `to_stream` wait for what `from_stream` has been given so far; on a host: nothing."""
 
@@ -177,28 +223,25 @@ class PoolCore:
             if address is None:
                 self._state = _IDLE
                 return False
-            block.parking = self._parked_high if end is End.HIGH else self._parked_low
-            block.address = address
+            parking = self._parking(block.block_bytes, end)
             self._blocks[address] = block
+            block.parking = parking
+            block.address = address
             self._used_bytes = used_bytes
         except BaseException:
             self._state = _TORN
             raise
         self._state = _IDLE
-        if used_bytes > self._peak_bytes:
-            self._peak_bytes = used_bytes
-        if used_bytes > self._meter_bytes:
-            self._meter_bytes = used_bytes
+        if used_bytes > self._highest_bytes:
+            self._highest_bytes = used_bytes
         return True
 
     def _find_place(self, block_bytes: int, end: End) -> int | None:
         heap, base = self._heap, self._base
-        parked, floor = self._parked_low, 0
-        if end is End.HIGH:
-            parked, floor = self._parked_high, self.low_area_bytes
-        addresses = parked.get(block_bytes)
-        if addresses and addresses[-1] - base >= floor:
+        addresses, _, lowest, _ = self._parking(block_bytes, end)
+        if addresses[-1] >= lowest:
             return addresses.pop()
+        floor = self._low_area_bytes if end is _HIGH else 0
         offset = None
         parked_bytes = heap.used_bytes - self._used_bytes
         if parked_bytes:
@@ -211,14 +254,44 @@ class PoolCore:
             offset = heap.allocate(block_bytes, end=end, floor=floor)
         return None if offset is None else base + offset
 
+    def _parking(self, block_bytes: int, end: End) -> Parking:
+        """Return where blocks of a length wait at an end."""
+        parked, lowest = self._parked_low, 1
+        if end is _HIGH:
+            parked, lowest = self._parked_high, self._base + self._low_area_bytes
+        return parked.setdefault(block_bytes, [0]), block_bytes, lowest, end
+
+    def _usual_end(self, requested_bytes: int) -> End:
+        return _HIGH if requested_bytes < self._small_block_bytes else self._default_end
+
+    def _make_ready(self, requested_bytes: int, block_bytes: int) -> None:
+        """Remember where the next such request takes from."""
+        ready = self._ready
+        if len(ready) >= _MOST_READY:
+            ready.clear()
+        # Anew, as a reclaimer may have changed what it follows from.
+        ready[requested_bytes] = self._parking(block_bytes, self._usual_end(requested_bytes))
+
+    def _forget_ready(self) -> None:
+        self._ready_low.clear()
+        self._ready_high.clear()
+
     def _unpark(self) -> None:
         """Give all parked addresses to the heap. Only while the pool is marked busy."""
         free, base = self._heap.free, self._base
         for parked in (self._parked_low, self._parked_high):
-            while parked:
-                _, addresses = parked.popitem()
-                for address in addresses:
+            for addresses in parked.values():
+                for address in addresses[1:]:
                     free(address - base)
+        self._drop_parked()
+
+    def _drop_parked(self) -> None:
+        """Put the lists out of force, also for those that have them still."""
+        self._forget_ready()
+        for parked in (self._parked_low, self._parked_high):
+            for addresses in parked.values():
+                addresses.clear()
+            parked.clear()
 
     def _drain(self) -> None:
         if self._state:
@@ -242,24 +315,24 @@ class PoolCore:
             if item.stream != last_stream:
                 self._order(item.stream, last_stream)
                 item.stream = last_stream
-            if item.block_bytes not in item.parking:
-                item.parking[item.block_bytes] = []
+            addresses, block_bytes, _, end = item.parking
+            if not addresses:
+                item.parking = self._parking(block_bytes, end)
 
     def _park_freed(self) -> None:
         """Carry out late frees up to the first that takes more than parking. Takes no lock."""
         late, blocks = self.late, self._blocks
         while late:
             # No call from here on, up to the last, and no object that the collector tracks.
-            item = late[0]
-            address = item.address
-            if address not in blocks or blocks[address] is not item:
+            item: Any = late[0]
+            addresses, block_bytes, _, _ = item.parking
+            # `UNPLACED` has no address, not even 0.
+            if not addresses or self._state or item.stream != self._last_stream:
                 return
-            parked, block_bytes = item.parking, item.block_bytes
-            if self._state or item.stream != self._last_stream or block_bytes not in parked:
-                return
-            addresses = parked[block_bytes]
             try:
+                address = item.address
                 owner, item.owner = item.owner, None
+                item.parking = UNPLACED
                 del blocks[address]
                 del late[0]
                 self._used_bytes -= block_bytes
@@ -296,8 +369,7 @@ class PoolCore:
     def _mend(self) -> None:
         self._state = _BUSY
         try:
-            self._parked_low.clear()
-            self._parked_high.clear()
+            self._drop_parked()
             live = {b.address - self._base: b.block_bytes for b in self._blocks.values()}
             self._heap.rebuild(live)
             self._used_bytes = sum(live.values())

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from dynamemo.allocator.block import Block
+if TYPE_CHECKING:
+    from dynamemo.allocator.block import Block
 
 __all__ = ["HeapBlock", "cheapest_window", "extend_window"]
 

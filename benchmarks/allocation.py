@@ -35,9 +35,9 @@ from typing import Any
 
 from benchmarks.environment import describe
 from dynamemo.allocator import Block, HostArena, Pool, using_numpy_pool
-from dynamemo.allocator.block import BLOCK_SLOTS
+from dynamemo.allocator.block import BLOCK_SLOTS, UNPLACED
 
-#: The arena in multiples of what the trace has in use at most: time is compared here, not placement.
+#: The arena in multiples of what the trace has in use at most: time is compared, not placement.
 ROOM = 2
 
 Trace = list[int]
@@ -222,6 +222,7 @@ def _bare_pool(peak_bytes: int) -> dict[str, Peer]:
         memory = _Memory()
         block = _WatchedBlock(memory, note_death)
         block.address = 0
+        block.parking = UNPLACED
         place(block, nbytes, None, 0)
         memory.ptr = block.address
         memory.size = nbytes

@@ -1,4 +1,4 @@
-"""The `dynamemo` command: `run` a script within a budget, or see the `demo`."""
+"""The `dynamemo` command: `run` a script within a budget, `plan` one, or see the `demo`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dynamemo.errors import AllocatorError, DynamemoError
+from dynamemo.plan_command import add_plan
 from dynamemo.policies import POLICIES
 from dynamemo.report import check_writable
 
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="run a training script, unchanged, within a budget"))
     _add_demo(commands.add_parser("demo", help="train one network at several budgets and compare"))
+    add_plan(commands.add_parser("plan", help="predict what a budget means for a recorded trace"))
     return parser
 
 

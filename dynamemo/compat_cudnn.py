@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -131,6 +132,23 @@ def _mend_sum(module: ModuleType) -> None:
     chainer_sum.Sum.forward = forward_in_two_steps
 
 
+def _mend_cudnn_pooling(module: ModuleType) -> None:
+    """Let cuDNN's pooling refer to its function weakly, which refers to it.
+
+    Otherwise all that led up to a pooling layer, the largest arrays of many networks, waits for the
+    cycle collector.
+    """
+
+    def function_of(pooling: Any) -> Any:
+        return pooling._function_ref()
+
+    def set_function(pooling: Any, function: Any) -> None:
+        pooling._function_ref = weakref.ref(function)
+
+    chainer_pooling: Any = module
+    chainer_pooling._CudnnPoolingNDImpl.func = property(function_of, set_function)
+
+
 def _fall_back(function_class: Any, method: str, chainer: Any, reset: dict[str, object]) -> None:
     from dynamemo.cudnn import NoPlanError
 
@@ -166,6 +184,7 @@ MENDS: Mapping[str, Callable[[ModuleType], None]] = {
     ),
     _CONNECTION + "deconvolution_nd": _mend_functions(("DeconvolutionND",), "forward"),
     "chainer.functions.math.sum": _mend_sum,
+    _POOLING + "pooling_nd": _mend_cudnn_pooling,
     _POOLING + "average_pooling_2d": _mend_functions(
         ("AveragePooling2D",), "forward_gpu", _used_cudnn=False
     ),

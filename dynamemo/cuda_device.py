@@ -20,6 +20,8 @@ from dynamemo.storage import Array, View
 #: (measured on an H200: 2 MiB a GiB) and kernels that are loaded while training come out of it.
 _SIDE_SHARE = 64
 _MOST_SIDE_BYTES = 256 << 20
+#: The driver takes whole pieces of 2 MiB, for whatever it is.
+_LEAST_SIDE_BYTES = 4 << 20
 #: Pinned host bytes for each byte set aside.
 _PINNED_PER_SIDE_BYTE = 400
 
@@ -93,12 +95,13 @@ class CudaDevice:
             default = cupy.get_default_memory_pool()
             default.free_all_blocks()
             foreign_bytes = int(default.total_bytes())
-            if foreign_bytes + budget_bytes // _SIDE_SHARE >= budget_bytes:
+            side_bytes = max(budget_bytes // _SIDE_SHARE, min(_LEAST_SIDE_BYTES, budget_bytes // 8))
+            if foreign_bytes + side_bytes >= budget_bytes:
                 raise DynamemoError(
                     f"arrays made before the runtime already take {foreign_bytes:,} bytes of the "
                     f"device, the budget is {budget_bytes:,}: raise it, or make the model inside"
                 )
-            self._side_bytes = min(_MOST_SIDE_BYTES, budget_bytes // _SIDE_SHARE)
+            self._side_bytes = min(_MOST_SIDE_BYTES, side_bytes)
             reserved_bytes = foreign_bytes + self._side_bytes
             pool = CudaPool(CudaArena(budget_bytes - reserved_bytes), budget_bytes=budget_bytes)
             pool.reserve(reserved_bytes)

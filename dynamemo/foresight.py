@@ -195,12 +195,14 @@ class Foresight:
     def backward_s(self, op_id: int) -> float:
         """Estimate the seconds of a function's backward."""
         ran = self._ran.get(op_id)
-        if ran is None:
-            return 0.0
-        signature = backward_of(ran[1])
-        if self._costs.is_measured(signature):
-            return self._costs.estimate(signature, nbytes=0)
-        return _BACKWARD_RATIO * self._costs.estimate(ran[1], nbytes=0)
+        return 0.0 if ran is None else self.backward_s_of(ran[1])
+
+    def backward_s_of(self, signature: Any) -> float:
+        """Estimate the seconds of the backward of functions with a signature."""
+        filed_under = backward_of(signature)
+        if self._costs.is_measured(filed_under):
+            return self._costs.estimate(filed_under, nbytes=0)
+        return _BACKWARD_RATIO * self._costs.estimate(signature, nbytes=0)
 
     def _sum_backward(self) -> None:
         """Add up the backwards of the functions that ran in this iteration."""

@@ -74,7 +74,8 @@ class MemoryManager(Restorer):
         self.look_around: Callable[[], None] = _look_nowhere
         pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
         self._version_of = version_of
-        self._min_bytes = min_bytes
+        #: Storages below this many bytes are left alone.
+        self.min_bytes = min_bytes
         self._prefetcher = Prefetcher(pool, self.foresight, self.transfers, self)
         #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
         self._to_ask_again: deque[tuple[int, int]] = deque()
@@ -182,7 +183,7 @@ class MemoryManager(Restorer):
             block = storage.block
             if block is None or storage.refused_at == clock:
                 continue
-            if storage.nbytes < self._min_bytes or not self._can_copy(storage):
+            if storage.nbytes < self.min_bytes or not self._can_copy(storage):
                 continue
             candidate = self._candidate(storage)
             if is_free and not (candidate.is_expired and candidate.is_free):
@@ -442,7 +443,7 @@ class MemoryManager(Restorer):
         if storage.ticket is not None or not storage.keeps_copy or not self._can_copy(storage):
             return False
         candidate = self._candidate(storage)
-        if storage.nbytes < self._min_bytes or not candidate.is_expired:
+        if storage.nbytes < self.min_bytes or not candidate.is_expired:
             return False
         suggestion = self.policy.suggest(candidate)
         return suggestion is not None and not self._can_carry_out(storage, suggestion)

@@ -84,6 +84,11 @@ class Policy(Protocol):
         """Whether all that can be is evicted after every function."""
         ...
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether it has a way to evict what can only be copied, as what nobody looked at can."""
+        ...
+
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Return how to evict the candidate and at what cost, or None to leave it."""
         ...
@@ -116,6 +121,7 @@ class NoEviction:
     name: str = "none"
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
+    can_sleep: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Refuse."""
@@ -129,6 +135,7 @@ class Liveness:
     name: str = "liveness"
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
+    can_sleep: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Evict expired storages."""
@@ -142,6 +149,7 @@ class LeastRecentlyUsed:
     name: str = "lru"
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
+    can_sleep: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer a copy, the cheaper the longer ago the last use."""
@@ -157,6 +165,7 @@ class Centric:
     name: str
     keeps_rebuilt_sources: bool
     is_eager: bool = False
+    can_sleep: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Choose by the kind of function that made it."""
@@ -177,6 +186,7 @@ class OneTechnique:
     technique: Technique
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
+    can_sleep: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the technique where it can be used; what is expired goes by any."""
@@ -198,6 +208,7 @@ class CostAware:
     name: str = "cost-aware"
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
+    can_sleep: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the cheaper technique."""
@@ -211,6 +222,7 @@ class Torture:
     name: str = "torture"
     keeps_rebuilt_sources: bool = True
     is_eager: bool = True
+    can_sleep: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Recompute two of three that can be; copy the others."""
@@ -228,7 +240,7 @@ POLICIES: dict[str, Policy] = {
         LeastRecentlyUsed(),
         Centric("speed-centric", keeps_rebuilt_sources=True),
         Centric("memory-centric", keeps_rebuilt_sources=False),
-        OneTechnique("recompute", Technique.RECOMPUTE),
+        OneTechnique("recompute", Technique.RECOMPUTE, can_sleep=False),
         OneTechnique("offload", Technique.OFFLOAD),
         CostAware(),
         Torture(),

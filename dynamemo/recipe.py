@@ -63,14 +63,15 @@ class Application:
         self,
         op_id: int,
         signature: Signature,
-        configuration: tuple[Any, ...],
+        configuration: tuple[Any, ...] | None,
         given: tuple[str, ...],
         on_death: Callable[[int], None],
     ) -> None:
         self.op_id = op_id
         #: What its measured cost is filed under.
         self.signature = signature
-        #: The values of `chainer.config` that it ran under.
+        #: The values of `chainer.config` that it ran under; None: nobody looked, so it cannot be
+        #: applied again.
         self.configuration = configuration
         #: Attributes with arrays that the function had before it ran, so not made by it.
         self.given = given
@@ -275,7 +276,9 @@ class _Planner:
         Recursion is bounded by MAX_STEPS, not by the depth of the network.
         """
         application = function.__dict__.get(RECORD)
-        if application is None or function.inputs is None or len(self._steps) >= MAX_STEPS:
+        if application is None or application.configuration is None:
+            return False
+        if function.inputs is None or len(self._steps) >= MAX_STEPS:
             return False
         if not self._is_fit(function, application):
             return False

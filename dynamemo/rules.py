@@ -85,28 +85,33 @@ class Traits:
     noise: tuple[str, ...]
     side_effects: tuple[str, ...]
     is_checkpoint: bool
+    #: May be applied again.
+    is_repeatable: bool
 
 
 def traits_of(function: Any) -> Traits:
     """Return what is known of the function's class."""
     cls: Any = type(function)
-    return _traits(cls)
+    return traits_of_class(cls)
 
 
 @functools.lru_cache(_MOST_CLASSES)
-def _traits(cls: type) -> Traits:
+def traits_of_class(cls: type) -> Traits:
+    """Return what is known of a class of functions."""
     cls = class_behind(cls)
     name = cls.__name__
+    is_trusted = cls in _registered or cls.__module__.startswith("chainer.")
     return Traits(
         label=name,
         backward_label=f"{name} (backward)",
-        is_trusted=cls in _registered or cls.__module__.startswith("chainer."),
+        is_trusted=is_trusted,
         is_adapter=name == "FunctionAdapter",
         is_barred=name in NOT_REPEATABLE,
         has_second_try=name not in NOT_REPEATABLE and name not in NOISE,
         noise=NOISE.get(name, ()),
         side_effects=SIDE_EFFECTS.get(name, ()),
         is_checkpoint=name in CHECKPOINTS,
+        is_repeatable=is_trusted and name not in NOT_REPEATABLE,
     )
 
 
@@ -128,7 +133,7 @@ def register_recomputable(cls: type) -> type:
         The class itself.
     """
     _registered.add(cls)
-    _traits.cache_clear()
+    traits_of_class.cache_clear()
     return cls
 
 
@@ -143,7 +148,8 @@ def is_trusted(function: Any) -> bool:
 
 def is_repeatable(function: Any) -> bool:
     """Tell whether the function may be applied again."""
-    return is_trusted(function) and not traits_of(function).is_barred
+    # An old-style function's adapter is barred, whatever is inside.
+    return traits_of(function).is_repeatable
 
 
 def is_noise(function: Any, attribute: str) -> bool:

@@ -26,9 +26,11 @@ from dynamemo.allocator import (
 from dynamemo.chainer_binding import ChainerBinding, has_cuda
 from dynamemo.device import Device, HostDevice
 from dynamemo.errors import DynamemoError
-from dynamemo.graph import Trace
+from dynamemo.graph import LinkRate, Trace
+from dynamemo.graph.trace_json import dumps
 from dynamemo.manager import MIN_BYTES, MemoryManager
 from dynamemo.policies import Policy, policy_named
+from dynamemo.recorded import recorded_trace
 from dynamemo.statistics import Statistics
 
 #: A size in bytes, as "4GiB", or as "60%" of what is free.
@@ -147,7 +149,7 @@ class Runtime:
         pool.reclaimer = manager
         pool.explain = manager.explain
         binding.attach(manager)
-        self._pool, self._manager = pool, manager
+        self._pool, self._manager, self._binding = pool, manager, binding
         stack.callback(_release, binding, manager)
         stack.enter_context(device.using_pool(pool, small_bytes=1 if is_torture else None))
         stack.callback(binding.leave)
@@ -223,16 +225,48 @@ class Runtime:
             in_bytes_per_s=manager.transfers.inward.bytes_per_s,
             preserved_bytes=counters.preserved_bytes,
             recomputed_functions=counters.recomputed_functions,
-            iterations=manager.recorder.iterations + manager.recorder.is_iteration_open,
+            iterations=(
+                manager.recorder.iterations
+                + manager.recorder.is_iteration_open
+                + self._binding.slumber.finished_iterations
+            ),
             pool=figures,
             tier_bytes={type(tier).__name__: tier.used_bytes for tier in self._tier_list},
         )
 
     def trace(self) -> Trace:
-        """Return the recording of the last complete iteration (empty before the first)."""
+        """Return the recording of the last complete iteration (empty before the first).
+
+        While everything fits the runtime looks away; then it is the last one that was looked at.
+        """
+        return recorded_trace(self._entered())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write `trace()` and the link's rates to a file for `dynamemo plan`.
+
+        Parameters
+        ----------
+        path : path
+            Replaced if it is there.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        transfers = self._entered().transfers
+        outward, inward = (
+            LinkRate(link.bytes_per_s, link.latency_s)
+            for link in (transfers.outward, transfers.inward)
+        )
+        text = dumps(self.trace(), outward=outward, inward=inward)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _entered(self) -> MemoryManager:
         if self._manager is None:
             raise DynamemoError("the Runtime was not entered yet: there is no trace")
-        return self._manager.recorder.trace()
+        return self._manager
 
     def reset_peak(self) -> None:
         """Let `peak_bytes` start again from what is taken now."""

@@ -45,7 +45,7 @@ class Statistics:
     preserved_bytes: int
     #: Applications of functions that rebuilt something.
     recomputed_functions: int
-    #: Forward-and-backward rounds completed.
+    #: Forward-and-backward rounds completed; while everything fits, those that ended in an update.
     iterations: int
     #: How often the host waited for the device to end a copy.
     host_waits: int

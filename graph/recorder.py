@@ -22,6 +22,7 @@ use is Wang et al., PPoPP 2018, where the graph is known beforehand. Here it is 
 """
 
 from bisect import bisect_right
+from collections.abc import Hashable
 
 from dynamemo.graph.errors import InternalError
 from dynamemo.graph.records import (
@@ -136,6 +137,9 @@ class Recorder:
         attributes: tuple[int, ...] = (),
         transient_bytes: int = 0,
         elapsed_s: float | None = None,
+        signature: Hashable = None,
+        is_repeatable: bool = False,
+        makers: list[int] | tuple[int, ...] = (),
     ) -> int:
         """Record that a function ran forward.
 
@@ -151,6 +155,14 @@ class Recorder:
             Bytes that existed only while it ran.
         elapsed_s
             Measured seconds, if measured.
+        signature
+            What the caller files its seconds and traits under; see `traced_signatures`.
+        is_repeatable
+            Whether it may be applied again, and everything that it read is known.
+        makers
+            Operations whose outputs it read beside `inputs`, and its backward will not. Only
+            `trace` shows them; they count as no use of those storages. One whose outputs are in
+            memory that is not followed makes the operation not repeatable.
 
         Returns
         -------
@@ -160,7 +172,7 @@ class Recorder:
         Raises
         ------
         InternalError
-            If a storage id is unknown or forgotten. Nothing is recorded.
+            If a storage or a maker is unknown or forgotten. Nothing is recorded.
         """
         state_of = self._storages.__getitem__
         try:
@@ -170,6 +182,11 @@ class Recorder:
             own = tuple(map(state_of, attributes)) if attributes else ()
         except KeyError as error:
             raise InternalError(f"forward of {label!r} names unknown storage {error}") from None
+        besides: tuple[StorageState, ...] = ()
+        for maker in makers:
+            made = self._operation(maker).outputs
+            besides += made
+            is_repeatable = is_repeatable and bool(made)
         tick = self._next_operation
         self._next_operation = tick + 1
         self._clock = clock = self._clock + 1
@@ -187,7 +204,17 @@ class Recorder:
             else:
                 state.pending = [tick]
         operation = self._operations[tick] = OperationState(
-            tick, label, read, written, kept, own, needs, transient_bytes, elapsed_s
+            tick,
+            label,
+            read + besides,
+            written,
+            kept,
+            own,
+            needs,
+            transient_bytes,
+            elapsed_s,
+            signature,
+            is_repeatable,
         )
         if not self._running:
             self._position = tick
@@ -343,7 +370,7 @@ class Recorder:
         Trace
             Well formed; storage ids are the recorder's own.
         """
-        records = self._current[: self._border_records] if self._border_tick else self._previous
+        records = self._complete()
         indices: dict[int, int] = {}
         storages: dict[int, Storage] = {}
         operations = []
@@ -357,6 +384,21 @@ class Recorder:
                 indices[operation.id] = index
             operations.append(described(record, index, indices.get(operation.id)))
         return Trace(tuple(storages.values()), tuple(operations))
+
+    def traced_signatures(self) -> tuple[Hashable, ...]:
+        """Return the signature of each operation of `trace`; a backward has its forward's."""
+        return tuple(
+            [
+                record.signature
+                if isinstance(record, OperationState)
+                else record.operation.signature
+                for record in self._complete()
+            ]
+        )
+
+    def _complete(self) -> list[Record]:
+        """Return the records of the last complete iteration."""
+        return self._current[: self._border_records] if self._border_tick else self._previous
 
     def validate(self) -> None:
         """Check the module's invariants 2 to 4; raises InternalError where one is broken."""

@@ -4,6 +4,8 @@ Covers the recorder's own mutable state, made cheap to create since there is one
 and how a record becomes a public `Operation`. Nothing outside `recorder` needs it.
 """
 
+from collections.abc import Hashable
+
 from dynamemo.graph.types import Operation, Phase, StorageKind
 
 
@@ -58,10 +60,12 @@ class OperationState:
         "has_run_backward",
         "id",
         "inputs",
+        "is_repeatable",
         "label",
         "needs",
         "outputs",
         "retained",
+        "signature",
         "transient_bytes",
     )
 
@@ -76,6 +80,8 @@ class OperationState:
         needs: tuple[StorageState, ...],
         transient_bytes: int,
         elapsed_s: float | None,
+        signature: Hashable,
+        is_repeatable: bool,
     ) -> None:
         self.id = id
         self.label = label
@@ -88,6 +94,9 @@ class OperationState:
         #: Of its forward.
         self.transient_bytes = transient_bytes
         self.elapsed_s = elapsed_s
+        #: The caller's, as given.
+        self.signature = signature
+        self.is_repeatable = is_repeatable
         self.has_run_backward = False
 
     def used(self) -> dict[StorageState, None]:
@@ -125,6 +134,7 @@ def described(record: Record, index: int, forward_index: int | None) -> Operatio
             attributes=_ids(record.attributes),
             transient_bytes=record.transient_bytes,
             elapsed_s=record.elapsed_s,
+            is_repeatable=record.is_repeatable,
         )
     operation = record.operation
     return Operation(

@@ -55,12 +55,19 @@ class Storage:
         Its role.
     label
         A name for people; may be empty.
+    is_movable
+        Whether it may be copied out and brought back.
+    is_noise
+        Whether its maker drew it: it cannot be made again, and has to be there when that is applied
+        again.
     """
 
     id: int
     nbytes: int
     kind: StorageKind
     label: str = ""
+    is_movable: bool = False
+    is_noise: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,13 @@ class Operation:
         Measured seconds, or None where it was not measured.
     forward_index
         For a backward operation the index of its forward, if that is in the same trace.
+    own_bytes
+        The most bytes in use while it ran beside what forward made and still kept: parameters,
+        training data, gradients, temporaries; None where it was not measured.
+    is_repeatable
+        Whether it may be applied again and then gives the same.
+    replay_s
+        Measured seconds to apply it again; None stands for `elapsed_s`.
     """
 
     index: int
@@ -99,6 +113,9 @@ class Operation:
     transient_bytes: int = 0
     elapsed_s: float | None = None
     forward_index: int | None = None
+    own_bytes: int | None = None
+    is_repeatable: bool = False
+    replay_s: float | None = None
 
     def storage_ids(self) -> Iterator[int]:
         """Yield every storage id it names: inputs, outputs, retained, attributes; repeats kept."""
@@ -185,7 +202,10 @@ def _check_operation(operation: Operation, known: frozenset[int]) -> None:
             f"operation {operation.index} has {operation.transient_bytes} transient bytes, "
             "expected 0 or more"
         )
-    if operation.elapsed_s is not None and not operation.elapsed_s >= 0.0:
+    if operation.own_bytes is not None and operation.own_bytes < 0:
         raise TraceError(
-            f"operation {operation.index} took {operation.elapsed_s} s, expected 0 or more"
+            f"operation {operation.index} has {operation.own_bytes} own bytes, expected 0 or more"
         )
+    for seconds in (operation.elapsed_s, operation.replay_s):
+        if seconds is not None and not seconds >= 0.0:
+            raise TraceError(f"operation {operation.index} took {seconds} s, expected 0 or more")

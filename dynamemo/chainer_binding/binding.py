@@ -31,6 +31,7 @@ from dynamemo.chainer_binding import seams
 from dynamemo.chainer_binding.recording import Recording
 from dynamemo.chainer_binding.replay import Replayer
 from dynamemo.chainer_binding.sampling import Sampler
+from dynamemo.chainer_binding.slumber import Slumber
 from dynamemo.chainer_binding.traversal import Frame, bring_in, forget_arrays, needed_by
 from dynamemo.device import Device
 from dynamemo.lazy import VariableBox, VariableSlot, original_class
@@ -90,6 +91,7 @@ class ChainerBinding:
         self._manager = manager
         self._recording.attach(manager)
         self._sampler = self._recording.sampler
+        self.slumber = Slumber(manager)
         manager.look_around = self._look_around
 
     def enter(self) -> None:
@@ -100,10 +102,13 @@ class ChainerBinding:
     def leave(self) -> None:
         """Undo what `enter` did."""
         self._frames.clear()
+        self._remove_hook()
+        seams.leave(self)
+
+    def _remove_hook(self) -> None:
         hooks = chainer.get_function_hooks()
         if hooks.get(self._hook.name) is self._hook:
             del hooks[self._hook.name]
-        seams.leave(self)
 
     def release(self) -> None:
         """Give every parameter, and every variable whose array is there, its plain list back."""
@@ -121,6 +126,8 @@ class ChainerBinding:
 
     def apply(self, original: Any, function: Any, inputs: Any) -> Any:
         """Apply a function, and note what it did."""
+        if self.slumber.is_asleep:
+            return self._apply_unseen(original, function, inputs)
         traits = rules.traits_of(function)
         is_trusted = rules.is_trusted(function) if traits.is_adapter else traits.is_trusted
         self._manager.drain()
@@ -142,10 +149,64 @@ class ChainerBinding:
             self._evict_all()
         return outputs
 
+    def _apply_unseen(self, original: Any, function: Any, inputs: Any) -> Any:
+        """Apply a function and only remember it."""
+        slumber = self.slumber
+        slumber.running = type(function)
+        try:
+            outputs = original(function, inputs)
+        except MemoryError as error:
+            traits = rules.traits_of(function)
+            if slumber.is_asleep or not self._can_try_again(function, traits):
+                raise
+            error.__traceback__ = None  # its frames keep the first attempt's arrays
+            self._clear_arena(inputs)
+            outputs = original(function, inputs)
+        slumber.running = None
+        if function.inputs is not None:
+            if slumber.is_asleep:
+                slumber.note(function)
+            else:  # it was in the middle of this one that memory became short
+                self._recording.record_late(function)
+        return outputs
+
+    def _can_try_again(self, function: Any, traits: rules.Traits) -> bool:
+        if traits.is_adapter and not rules.is_trusted(function):
+            return False
+        return traits.is_trusted and traits.has_second_try and not traits.side_effects
+
+    def _sleep_if_calm(self) -> None:
+        """Look away from here on, if an iteration begins and nothing was evicted for long."""
+        if not self._frames and self.slumber.may_begin(self._short_at):
+            self.slumber.begin()
+            self._remove_hook()
+
+    def _wake(self) -> None:
+        """Note what ran while nobody looked: it may be evicted.
+
+        What was noted before may have been written into since, and parameters have changed.
+        """
+        slumber = self.slumber
+        if not slumber.is_asleep:
+            return
+        functions = slumber.end()
+        for storage in self._manager.storages():
+            self._manager.expose(storage)
+        for parameter in self._recording.guards.parameters():
+            self._recording.guards.about_to_change(parameter)
+        if self._hook.name not in chainer.get_function_hooks():
+            self._hook.__enter__()
+        if slumber.running is not None and not self._running:
+            self._manager.enter_function(slumber.running.__name__)
+        for function in functions:
+            if function.inputs is not None:
+                self._recording.record_late(function)
+
     def _apply_and_record(
         self, run: _Run, original: Any, function: Any, inputs: Any, traits: rules.Traits
     ) -> Any:
         self._manager.drain()
+        self._sleep_if_calm()
         before = dict(function.__dict__)
         cls = original_class(function)
         self._begin(traits.label)
@@ -218,6 +279,7 @@ class ChainerBinding:
 
     def _clear_arena(self, inputs: Any) -> None:
         """Evict all that can be, the function's inputs too: they come back when it reads them."""
+        self._wake()
         for frame in self._frames:
             frame.is_released = True
             frame.held = ()
@@ -229,6 +291,10 @@ class ChainerBinding:
                     self._recording.box(item, storage)
         self._recording.register_places()
         self._manager.evict_all()
+
+    def make_room(self) -> None:
+        """Evict all that can be: what runs now has failed for memory and is tried once more."""
+        self._clear_arena(())
 
     def _evict_all(self) -> None:
         """Evict all that can be, but for what running backwards read."""
@@ -294,6 +360,7 @@ class ChainerBinding:
 
     def _look_around(self) -> None:
         """Tell the manager, which is about to evict, of what it could not know."""
+        self._wake()
         self._sampler.settle()
         self._prepare_eviction()
         if not self._frames:
@@ -327,6 +394,9 @@ class ChainerBinding:
 
     def about_to_change(self, parameter: Any) -> None:
         """Note that a parameter changes after this, whoever changes it."""
+        if self.slumber.is_asleep:
+            self.slumber.note_update()
+            return
         self._recording.guards.about_to_change(parameter)
 
     def version_of(self, node: Any, op_id: int) -> ParameterVersion | None:

@@ -113,6 +113,10 @@ class Places:
             if storage is not None:
                 self.box(output, storage)
 
+    def note_variable(self, variable: Any) -> None:
+        """Note a variable that has a place, if its array is still there when somebody evicts."""
+        self._loose.append(ref(variable))
+
     def box(self, output: Any, storage: Storage) -> None:
         """Put a variable's array into a box, a place of the storage."""
         data = output._data

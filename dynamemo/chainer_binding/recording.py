@@ -37,6 +37,9 @@ _Made = tuple[Storage, Array, "int | None", "str | None"]
 #: Signatures known at once.
 MAX_SIGNATURES = 65_536
 
+#: Of applications that nobody looked at.
+_UNSEEN = Signature(("unseen",), 0)
+
 
 class Recording(Places):
     """Tell the manager what functions did.
@@ -95,7 +98,7 @@ class Recording(Places):
         manager = self.manager
         made: list[_Made] = []
         output_ids = self._note_outputs(function, outputs, made, inputs)
-        input_ids, retained_ids = self._note_inputs(function)
+        input_ids, retained_ids, makers, is_complete = self._note_inputs(function)
         if function._output_indexes_to_retain:
             retained_ids += self._note_retained_outputs(function, made)
         attribute_ids, given = self._note_attributes(function, made, before)
@@ -109,6 +112,9 @@ class Recording(Places):
             retained=tuple(retained_ids),
             attributes=tuple(attribute_ids),
             transient_bytes=signature.transient_bytes,
+            signature=signature,
+            is_repeatable=is_complete and rules.traits_of_class(cls).is_repeatable,
+            makers=makers,
         )
         function.__dict__[RECORD] = Application(
             op_id, signature, self._replayer.configuration(), given, self._forget_operation
@@ -117,6 +123,41 @@ class Recording(Places):
             self._note_made(function, made, op_id)
         self.note_function(function)
         manager.ran_forward(op_id, signature, [entry[0] for entry in made])
+
+    def record_late(self, function: Any) -> None:
+        """Note an application that nobody looked at when it ran.
+
+        Its arrays can be copied out from now on. They are never rebuilt and nothing is rebuilt from
+        them: nobody knows what was written into them since.
+        """
+        manager = self.manager
+        made: list[_Made] = []
+        input_ids, retained_ids, *_ = self._note_inputs(function)
+        nodes = [node for output in function.outputs or () if (node := output()) is not None]
+        output_ids = []
+        for node in nodes:
+            array = data_of(node)
+            if array is not None and self._owns(array):
+                storage = self._adopt(array, StorageKind.ACTIVATION, made, None, None)
+                if storage is not None:
+                    output_ids.append(storage.storage_id)
+            variable = node.get_variable_or_none()
+            if variable is not None:
+                self.note_variable(variable)
+        if function._output_indexes_to_retain:
+            retained_ids += self._note_retained_outputs(function, made)
+        attribute_ids, _ = self._note_attributes(function, made, {})
+        for storage, *_ in made:
+            storage.exposed = True
+        self.last_op_id = op_id = manager.recorder.forward(
+            function.label,
+            tuple(input_ids),
+            tuple(output_ids),
+            retained=tuple(retained_ids),
+            attributes=tuple(attribute_ids),
+        )
+        function.__dict__[RECORD] = Application(op_id, _UNSEEN, None, (), self._forget_operation)
+        self.note_function(function)
 
     def _note_made(self, function: Any, made: list[_Made], op_id: int) -> None:
         is_checkpoint = rules.is_checkpoint(function)
@@ -217,9 +258,12 @@ class Recording(Places):
             made.append((storage, array, index, attribute))
         return storage
 
-    def _note_inputs(self, function: Any) -> tuple[list[int], list[int]]:
+    def _note_inputs(self, function: Any) -> tuple[list[int], list[int], list[int], bool]:
+        """Return what it read, what of it backward reads, who made the rest, and if that is all."""
         ids: list[int] = []
         retained_ids: list[int] = []
+        makers: list[int] = []
+        is_complete = True
         retained = function._input_indexes_to_retain or ()
         for index, node in enumerate(function.inputs):
             is_leaf = node._creator_node is None
@@ -233,18 +277,24 @@ class Recording(Places):
                             retained_ids.append(storage.storage_id)
                     continue
             array = data_of(node)
-            if array is None or not self._owns(array):
+            if array is None:
+                maker = None if is_leaf else node._creator_node.__dict__.get(RECORD)
+                if maker is None:
+                    is_complete = False
+                else:
+                    makers.append(maker.op_id)
                 continue
-            block = self._block_of(array)
+            block = self._block_of(array) if self._owns(array) else None
             storage = None if block is None else self._adopt_block(block, StorageKind.INPUT)
             if storage is None:
+                is_complete = False
                 continue
             if is_leaf and storage.producer is None:
                 storage.is_leaf = True
             ids.append(storage.storage_id)
             if index in retained:
                 retained_ids.append(storage.storage_id)
-        return ids, retained_ids
+        return ids, retained_ids, makers, is_complete
 
     def _watch(self, parameter: Any) -> Storage | None:
         """Have a parameter managed: it can be copied out, never dropped, never a source as such."""

@@ -86,9 +86,10 @@ class Replayer:
         copy = _bare_copy(function, application)
         self._enter(f"{type(copy).__name__} (recompute)")
         try:
-            if self.configuration() == application.configuration:
+            configuration = application.configuration
+            if configuration is None or self.configuration() == configuration:
                 return _forward(copy, inputs, attribute)
-            with _configured(application.configuration):
+            with _configured(configuration):
                 return _forward(copy, inputs, attribute)
         finally:
             self._leave()

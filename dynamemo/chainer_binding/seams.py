@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import chainer
 
+from dynamemo.cudnn import settings as cudnn_settings
+
 
 class Binding(Protocol):
     """Who is told what happens at the seams."""
@@ -31,6 +33,10 @@ class Binding(Protocol):
         """Note that a parameter changes after this."""
         ...
 
+    def make_room(self) -> None:
+        """Evict all that can be: what runs now has failed for memory and is tried once more."""
+        ...
+
 
 _bindings: dict[int, Binding] = {}
 _originals: list[tuple[type, str, Any]] = []
@@ -44,6 +50,7 @@ def enter(binding: Binding) -> None:
             _wrap(chainer.FunctionNode, "apply", _with_apply)
             _wrap(chainer.optimizer.UpdateRule, "update", _with_update)
             _wrap(chainer.optimizer.Optimizer, "call_hooks", _with_call_hooks)
+            cudnn_settings.make_room = _make_room
         _bindings[binding.thread_id] = binding
 
 
@@ -56,6 +63,7 @@ def leave(binding: Binding) -> None:
         if not _bindings:
             while _originals:
                 setattr(*_originals.pop())
+            cudnn_settings.make_room = bool
 
 
 def _wrap(cls: type, name: str, make: Callable[[Any], Any]) -> None:
@@ -76,6 +84,15 @@ def _with_apply(original: Any) -> Any:
         return binding.apply(original, function, inputs)
 
     return apply
+
+
+def _make_room() -> bool:
+    """Let this thread's runtime make room for a convolution's workspace; False without one."""
+    binding = _bindings.get(threading.get_ident())
+    if binding is None:
+        return False
+    binding.make_room()
+    return True
 
 
 def _with_update(original: Any) -> Any:

@@ -6,6 +6,7 @@ of the *forward* convolution and ``w`` its filters, whichever of them is written
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -52,6 +53,12 @@ class Convolution:
     is_deterministic: bool = True
     #: Bytes that every array's address is a multiple of.
     alignment_bytes: int = 16
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes that it reads and writes."""
+        itemsize = {"e": 2, "f": 4, "d": 8}[self.dtype_char]
+        return itemsize * sum(map(math.prod, (self.x_shape, self.w_shape, self.y_shape)))
 
     def with_two_axes(self) -> Convolution:
         """Return the same convolution with a spatial axis of 1 added where there is only one."""

@@ -42,10 +42,11 @@ counters = Counters()
 class _Prepared:
     """A convolution's plans, and which is in force."""
 
-    __slots__ = ("calls", "chooser", "convolution", "history", "plans", "ready")
+    __slots__ = ("calls", "chooser", "convolution", "history", "plans", "ready", "touched_bytes")
 
     def __init__(self, convolution: Convolution, plans: Sequence[Plan]) -> None:
         self.convolution = convolution
+        self.touched_bytes = convolution.touched_bytes
         self.plans = plans
         self.chooser = Chooser([Candidate(plan.tag, plan.workspace_bytes) for plan in plans])
         #: Indices of the plans that were built.
@@ -123,7 +124,8 @@ def run(
     if prepared is None:
         prepared = _prepare(key, handle)
     prepared.calls += 1
-    call = _Call(handle, addresses, settings.current.limit_bytes(), flags[1])
+    limit_bytes = settings.current.limit_bytes(prepared.touched_bytes)
+    call = _Call(handle, addresses, limit_bytes, flags[1])
     index = None
     if _prescription.moment is not None:
         index = prepared.index_as_of(_prescription.moment)
@@ -145,6 +147,9 @@ def _run_chosen(prepared: _Prepared, call: _Call) -> None:
         try:
             _enqueue(prepared.plans[index], call)
         except MemoryError:
+            if settings.make_room():
+                _enqueue(prepared.plans[index], call)
+                return
             # Lean plans remain to be tried, under a limit that this one does not meet.
             call = call._replace(limit_bytes=chooser.candidates[index].workspace_bytes - 1)
             if chooser.best(call.limit_bytes) == index:

@@ -19,11 +19,15 @@ from dynamemo.cudnn.workspace import WorkspacePolicy
 
 __all__ = ["Settings", "Source", "configure", "current", "tensor_core_is_allowed", "using_settings"]
 
-#: Workspace allowed until a program sets it, bytes. With CuPy 7 to 13 it was 8 MiB. cuDNN 9's fast
-#: engines want about twice their input, a gigabyte for ResNet-50 at batch 256, and its heuristics
-#: rank what does without last. Where memory does not suffice a leaner plan is taken.
+#: Workspace allowed until a program sets it, bytes, for a convolution of any size; with CuPy 7 to
+#: 13 it was 8 MiB.
+DEFAULT_WORKSPACE_BYTES = 32 << 20
+#: Until then a convolution is allowed so many times the bytes that it reads and writes, if that is
+#: more. cuDNN 9's fast engines copy these into another layout and want a little more than once
+#: that; its heuristics also propose engines that want nine times it.
+DEFAULT_WORKSPACE_RATIO = 2
+#: And never more than this.
 DEFAULT_MAX_WORKSPACE_BYTES = 2 << 30
-
 
 #: Workspace that is never worth going without, bytes. cuDNN's matrix products, which do the
 #: convolutions of 1×1, want 400; what it has without any workspace is more than ten times slower.
@@ -50,10 +54,19 @@ class Settings:
     #: Returns the bytes that a workspace may take, under `WorkspacePolicy.FREE`.
     available_bytes: Callable[[], int] | None = None
 
-    def limit_bytes(self) -> float:
-        """Return the most that a workspace may take now."""
+    def limit_bytes(self, touched_bytes: int) -> float:
+        """Return the most that a workspace may take now.
+
+        Parameters
+        ----------
+        touched_bytes : int
+            What the convolution reads and writes.
+        """
         if self.workspace is WorkspacePolicy.CHAINER:
-            return _max_workspace_bytes
+            if _max_workspace_bytes is not None:
+                return _max_workspace_bytes
+            wanted_bytes = max(DEFAULT_WORKSPACE_BYTES, DEFAULT_WORKSPACE_RATIO * touched_bytes)
+            return min(wanted_bytes, DEFAULT_MAX_WORKSPACE_BYTES)
         if self.workspace is WorkspacePolicy.NONE:
             return NEGLIGIBLE_WORKSPACE_BYTES
         if self.workspace is WorkspacePolicy.FREE and self.available_bytes is not None:
@@ -81,12 +94,18 @@ def plan_key() -> tuple[object, ...]:
 #: Whether every run has to choose alike: Chainer's `cudnn_deterministic`, once Chainer is there.
 must_repeat: Callable[[], bool] = bool
 
-_max_workspace_bytes = DEFAULT_MAX_WORKSPACE_BYTES
+#: Gives memory free where it can, while a budget holds in this thread; False where none does. What
+#: is run must not depend on the budget then: a convolution whose workspace does not fit is an
+#: error, and not done by another plan, which would round differently.
+make_room: Callable[[], bool] = bool
+
+#: What the program set, None before.
+_max_workspace_bytes: int | None = None
 
 
 def get_max_workspace_size() -> int:
-    """Return the bytes of workspace that Chainer allows."""
-    return _max_workspace_bytes
+    """Return the bytes of workspace that Chainer allows: the most where nobody has set it."""
+    return DEFAULT_MAX_WORKSPACE_BYTES if _max_workspace_bytes is None else _max_workspace_bytes
 
 
 def set_max_workspace_size(size: int) -> None:

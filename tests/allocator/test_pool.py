@@ -31,6 +31,7 @@ from dynamemo.allocator import (
     OutOfMemoryError,
     Pool,
 )
+from dynamemo.allocator.block import UNPLACED, PlainBlock
 from tests.allocator.contracts import MIB, Evictor, PoolContract
 
 
@@ -140,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool._heap._free_at.clear()
         self.pool._heap.used_bytes = self.pool._used_bytes = 7
         for parked in (self.pool._parked_low, self.pool._parked_high):
-            parked.setdefault(512, []).extend([self.pool.address, self.pool.address])
+            parked.setdefault(512, [0]).extend([self.pool.address, self.pool.address])
 
     @rule(low_area_granules=st.integers(0, 64), data=st.data())
     def widen_low_area(self, low_area_granules: int, data: st.DataObject) -> None:
@@ -183,7 +184,8 @@ class PoolMachine(RuleBasedStateMachine):
         spans = [(b.address, b.address + b.block_bytes) for b in self.pool._blocks.values()]
         for parked in (self.pool._parked_low, self.pool._parked_high):
             for block_bytes, addresses in parked.items():
-                spans += [(address, address + block_bytes) for address in addresses]
+                assert addresses[0] == 0
+                spans += [(address, address + block_bytes) for address in addresses[1:]]
         spans.sort()
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
@@ -325,6 +327,77 @@ def test_parked_memory_stays_at_its_end_and_above_the_low_area() -> None:
     assert pool.allocate(2000, end=End.HIGH).address == upper.address
     assert pool.allocate(2000, end=End.HIGH).address == lower.address  # rather than nowhere
     pool.validate()
+
+
+def test_what_a_length_was_last_given_binds_nobody() -> None:
+    """The end of a remembered length follows the settings, as they are now."""
+    pool = Pool(HostArena(MIB))
+
+    def offset_of_a_passing_block() -> int:
+        block = pool.allocate(1000)
+        pool.free_later(block)
+        return block.offset
+
+    for _ in range(2):
+        assert offset_of_a_passing_block() == 0
+        pool.small_block_bytes = 1001
+        assert offset_of_a_passing_block() == MIB - 1024
+        pool.small_block_bytes = 1000
+        assert offset_of_a_passing_block() == 0
+        pool.default_end = End.HIGH
+        assert offset_of_a_passing_block() == MIB - 1024
+        pool.default_end = End.LOW
+    pool.default_end = End.HIGH
+    upper, lower = pool.allocate(1000), pool.allocate(1000)
+    pool.free(upper)
+    pool.free(lower)
+    pool.low_area_bytes = lower.offset + 512
+    assert pool.allocate(1000).address == upper.address
+    pool.validate()
+
+
+def test_lengths_that_never_return_are_not_remembered_for_ever() -> None:
+    pool = Pool(HostArena(MIB))
+    for length in range(20_000):
+        pool.free(pool.allocate(length))
+    assert len(pool._ready_low) <= 4096
+    pool.validate()
+
+
+def test_a_block_is_parked_where_a_newer_list_is_in_force() -> None:
+    """Its own list went out of force while it lived."""
+    pool = Pool(HostArena(MIB))
+    old, new = pool.allocate(1000), pool.allocate(1000)
+    pool.coalesce()
+    pool.free(new)
+    pool.free_later(old)
+    assert {pool.allocate(1000).address for _ in range(2)} == {old.address, new.address}
+    pool.validate()
+
+
+def test_a_block_without_a_place_and_one_freed_twice_are_passed_by() -> None:
+    pool = Pool(HostArena(MIB))
+    kept, gone, never = pool.allocate(1000), pool.allocate(1000), PlainBlock()
+    never.address, never.parking = 0, UNPLACED
+    for block in (gone, never, gone):
+        pool.free_later(block)
+    assert pool.allocate(1000).address == gone.address
+    assert pool.live_blocks == 2
+    assert pool.block_at(kept.address) is kept
+    pool.validate()
+
+
+def test_the_peak_and_the_meter_see_what_lasted_a_moment() -> None:
+    pool = Pool(HostArena(MIB))
+    pool.free_later(pool.allocate(100 * 512))
+    started = pool.start_meter()
+    for _ in range(2):
+        pool.free_later(pool.allocate(10 * 512))
+    assert pool.stop_meter(started) == 10 * 512
+    assert pool.statistics().peak_bytes == 100 * 512
+    pool.reset_peak()
+    pool.free(pool.allocate(512))
+    assert pool.statistics().peak_bytes == 512
 
 
 def test_a_freed_block_leaves_its_owner() -> None:

@@ -30,6 +30,6 @@ def fakes(monkeypatch):
     monkeypatch.setattr(resident_normalization, "_launches", {})
     monkeypatch.setattr(settings, "current", settings.Settings())
     monkeypatch.setattr(settings, "must_repeat", bool)
-    monkeypatch.setattr(settings, "_max_workspace_bytes", settings.DEFAULT_MAX_WORKSPACE_BYTES)
+    monkeypatch.setattr(settings, "_max_workspace_bytes", None)
     yield attach_fakes()
     context.attach(*before)

@@ -1,7 +1,9 @@
 """When cuDNN is put in place for Chainer, what is said where it is not, and the way without it."""
 
+import gc
 import sys
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import chainer
@@ -195,3 +197,19 @@ def test_sums_of_other_arrays_are_chainers():
     x = numpy.ones((8, 5, 100, 100), "f")
 
     assert mended_sum(FakeCupy)((0, 2, 3)).forward((x,)) == ("in one step",)
+
+
+def test_cudnns_pooling_leaves_its_function_to_the_reference_count():
+    """Chainer's own objects refer to each other: a pooling layer kept all before it alive."""
+    from chainer.functions.pooling import max_pooling_nd, pooling_nd
+
+    function = max_pooling_nd.MaxPoolingND(2, 2)
+    function._cudnn_pool = pooling_nd._CudnnPoolingNDImpl(function)
+    assert function._cudnn_pool.func is function
+    gone = weakref.ref(function)
+    gc.disable()
+    try:
+        del function
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -235,6 +235,42 @@ def test_a_workspace_that_cannot_be_had_gives_way_to_a_leaner_plan(planned, fake
     assert runs(plans) == [0, 1, 0]
 
 
+def test_within_a_budget_room_is_made_and_the_plan_stays(planned, fakes, monkeypatch):
+    plans, _ = planned((4096, 1), (0, 1))
+    fakes[0].limit_bytes = 2000
+
+    def make_room():
+        fakes[0].limit_bytes = 8192
+        return True
+
+    monkeypatch.setattr(settings, "make_room", make_room)
+    forward()
+
+    assert runs(plans) == [1, 0]
+
+
+def test_within_a_budget_no_other_plan_takes_over(planned, fakes, monkeypatch):
+    """It would round differently, and results must not depend on the budget."""
+    plans, _ = planned((4096, 1), (0, 1))
+    fakes[0].limit_bytes = 2000
+    monkeypatch.setattr(settings, "make_room", lambda: True)
+
+    with pytest.raises(MemoryError):
+        forward()
+
+    assert runs(plans) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("touched_bytes", "expected"),
+    [(1 << 10, 32 << 20), (100 << 20, 200 << 20), (10 << 30, 2 << 30)],
+)
+def test_until_it_is_set_the_limit_grows_with_the_convolution(fakes, touched_bytes, expected):
+    assert settings.current.limit_bytes(touched_bytes) == expected
+    settings.set_max_workspace_size(123)
+    assert settings.current.limit_bytes(touched_bytes) == 123
+
+
 def test_out_of_memory_is_raised_where_no_plan_is_leaner(planned, fakes):
     planned((4096, 1), (4096, 1))
     fakes[0].limit_bytes = 0
@@ -315,7 +351,7 @@ def test_plans_of_a_moment_are_run_again_whatever_is_free(planned):
 
 
 def test_where_no_plan_was_changed_the_moment_is_the_same_and_nothing_else_is_needed(planned):
-    plans, _ = planned((100 << 20, 1), (0, 1))
+    plans, _ = planned((10 << 20, 1), (0, 1))
 
     forward()
     when = cudnn.moment()
@@ -329,7 +365,7 @@ def test_where_no_plan_was_changed_the_moment_is_the_same_and_nothing_else_is_ne
 
 
 def test_a_moment_before_its_first_plan_stands_for_that_plan(planned):
-    plans, _ = planned((100 << 20, 1), (0, 1))
+    plans, _ = planned((10 << 20, 1), (0, 1))
     when = cudnn.moment()
     forward()
 
@@ -340,7 +376,7 @@ def test_a_moment_before_its_first_plan_stands_for_that_plan(planned):
 
 
 def test_as_of_a_moment_a_convolution_that_never_ran_is_chosen_as_ever(planned):
-    plans, _ = planned((100 << 20, 1), (0, 1))
+    plans, _ = planned((10 << 20, 1), (0, 1))
 
     with cudnn.as_of(cudnn.moment()), cudnn.using_settings(workspace="none"):
         forward()

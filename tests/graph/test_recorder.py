@@ -252,3 +252,25 @@ def test_unknown_ids_are_our_own_fault() -> None:
         recorder.begin_backward(99)
     with pytest.raises(InternalError, match="is not running"):
         recorder.end_backward(operation)
+
+
+def test_what_only_forward_read_is_traced_and_counts_as_no_use() -> None:
+    recorder = Recorder()
+    x, y, z = (recorder.storage(8, StorageKind.ACTIVATION) for _ in range(3))
+    f = recorder.forward("f", (x,), (y,), signature="sig f", is_repeatable=True)
+    g = recorder.forward("g", (), (z,), retained=(z,), makers=(f,), is_repeatable=True)
+    foreign = recorder.forward("foreign", (), (), is_repeatable=True)
+    h = recorder.forward("h", (), (), retained=(z,), makers=[foreign], is_repeatable=True)
+    assert recorder.last_use(y) == f
+    for operation in (h, g):
+        recorder.begin_backward(operation)
+        recorder.end_backward(operation)
+    recorder.forward("f", (x,), ())
+    trace = recorder.trace()
+    trace.validate()
+    assert [o.inputs for o in trace.operations] == [(x,), (y,), (), (), (z,), (z,)]
+    # Nobody knows where the foreign memory is that h read.
+    assert [o.is_repeatable for o in trace.operations] == [True, True, True, False, False, False]
+    assert recorder.traced_signatures() == ("sig f", None, None, None, None, None)
+    with pytest.raises(InternalError):
+        recorder.forward("k", (), (), makers=(99,))

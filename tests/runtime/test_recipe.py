@@ -28,6 +28,7 @@ class OnDemand:
 
     name = "on-demand"
     is_eager = False
+    can_sleep = False
 
     def __init__(self, *techniques, keeps_rebuilt_sources=True):
         self.techniques = techniques
