@@ -24,6 +24,10 @@ from dynamemo.allocator.copier import DONE, CopyTime, Mark
 
 __all__ = ["CudaCopier", "PinnedSlab", "PinnedSlabs"]
 
+#: Events are made so many at once, before they run out: how many copies are under way at most varies
+#: by a few from one iteration to the next.
+_EVENTS_AT_ONCE = 64
+
 _DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind
 
 
@@ -204,8 +208,7 @@ class CudaCopier:
         return mark
 
     def _event(self) -> Any:
-        try:
-            return self.spare_events.pop()
-        except IndexError:
-            self.events += 1
-            return cupy.cuda.Event()
+        if not self.spare_events:
+            self.events += _EVENTS_AT_ONCE
+            self.spare_events += [cupy.cuda.Event() for _ in range(_EVENTS_AT_ONCE)]
+        return self.spare_events.pop()

@@ -126,8 +126,34 @@ class ChainerBinding:
 
     def apply(self, original: Any, function: Any, inputs: Any) -> Any:
         """Apply a function, and note what it did."""
-        if self.slumber.is_asleep:
-            return self._apply_unseen(original, function, inputs)
+        slumber = self.slumber
+        if slumber.is_asleep:
+            slumber.running = type(function)
+            try:
+                outputs = original(function, inputs)
+            except MemoryError as error:
+                if not self._may_try_again(function):
+                    raise
+                error.__traceback__ = None  # its frames keep the first attempt's arrays
+                self._clear_arena(inputs)
+                outputs = original(function, inputs)
+            slumber.running = None
+            if function.inputs is not None:
+                if slumber.is_asleep:
+                    slumber.note(function)
+                else:  # it was in the middle of this one that memory became short
+                    self._recording.record_late(function)
+            return outputs
+        return self._apply_seen(original, function, inputs)
+
+    def _may_try_again(self, function: Any) -> bool:
+        """Tell whether a function that failed for memory, unseen, may be applied again."""
+        traits = rules.traits_of(function)
+        if not self.slumber.is_asleep or (traits.is_adapter and not rules.is_trusted(function)):
+            return False
+        return traits.is_trusted and traits.has_second_try and not traits.side_effects
+
+    def _apply_seen(self, original: Any, function: Any, inputs: Any) -> Any:
         traits = rules.traits_of(function)
         is_trusted = rules.is_trusted(function) if traits.is_adapter else traits.is_trusted
         self._manager.drain()
@@ -149,51 +175,22 @@ class ChainerBinding:
             self._evict_all()
         return outputs
 
-    def _apply_unseen(self, original: Any, function: Any, inputs: Any) -> Any:
-        """Apply a function and only remember it."""
-        slumber = self.slumber
-        slumber.running = type(function)
-        try:
-            outputs = original(function, inputs)
-        except MemoryError as error:
-            traits = rules.traits_of(function)
-            if slumber.is_asleep or not self._can_try_again(function, traits):
-                raise
-            error.__traceback__ = None  # its frames keep the first attempt's arrays
-            self._clear_arena(inputs)
-            outputs = original(function, inputs)
-        slumber.running = None
-        if function.inputs is not None:
-            if slumber.is_asleep:
-                slumber.note(function)
-            else:  # it was in the middle of this one that memory became short
-                self._recording.record_late(function)
-        return outputs
-
-    def _can_try_again(self, function: Any, traits: rules.Traits) -> bool:
-        if traits.is_adapter and not rules.is_trusted(function):
-            return False
-        return traits.is_trusted and traits.has_second_try and not traits.side_effects
-
     def _sleep_if_calm(self) -> None:
         """Look away from here on, if an iteration begins and nothing was evicted for long."""
         if not self._frames and self.slumber.may_begin(self._short_at):
             self.slumber.begin()
             self._remove_hook()
+            # Whatever is alive may be written into from here on, parameters too.
+            for storage in self._manager.storages():
+                self._manager.expose(storage)
+            self._recording.guards.release()
 
     def _wake(self) -> None:
-        """Note what ran while nobody looked: it may be evicted.
-
-        What was noted before may have been written into since, and parameters have changed.
-        """
+        """Note what ran while nobody looked: it may be evicted."""
         slumber = self.slumber
         if not slumber.is_asleep:
             return
         functions = slumber.end()
-        for storage in self._manager.storages():
-            self._manager.expose(storage)
-        for parameter in self._recording.guards.parameters():
-            self._recording.guards.about_to_change(parameter)
         if self._hook.name not in chainer.get_function_hooks():
             self._hook.__enter__()
         if slumber.running is not None and not self._running:
