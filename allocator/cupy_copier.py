@@ -24,8 +24,8 @@ from dynamemo.allocator.copier import DONE, CopyTime, Mark
 
 __all__ = ["CudaCopier", "PinnedSlab", "PinnedSlabs"]
 
-#: Events are made so many at once, before they run out: how many copies are under way at most varies
-#: by a few from one iteration to the next.
+#: Events are made so many at once: how many copies are under way at most varies by a few from one
+#: iteration to the next.
 _EVENTS_AT_ONCE = 64
 
 _DEVICE_TO_HOST, _HOST_TO_DEVICE = 2, 1  # cudaMemcpyKind

@@ -33,3 +33,5 @@ class Counters:
     late_bytes: int = 0
     #: Parameters copied because they changed while a recipe needed their old value.
     preserved_bytes: int = 0
+    #: Parameters, gradients and optimizer state that were moved together.
+    moved_bytes: int = 0

@@ -1,58 +1,32 @@
 """The memory manager: evicts storages when the pool is short, and brings them back when read.
 
-It owns the storages' records and is the only one that moves or drops their values. A policy
-suggests; the manager looks whether it can be done and does it. It knows no Chainer: the binding
-registers arrays and slots and replays functions for it.
+It owns the storages' records and is the only one that moves or drops their values. It knows no
+Chainer: the binding registers arrays and slots and replays functions for it.
 
 Invariants kept here (numbers of the design's list):
-  2. The pool asks it to free a contiguous run; it evicts the run of adjacent blocks that costs
-     least, and nothing that anybody else refers to.
-  3. A value leaves its slots only after a tier holds it or a recipe for it is complete.
-
-Source: the eviction by runs of adjacent blocks answers the seed's fault that freed bytes need not
-be contiguous (Wang et al., PPoPP 2018, Algorithm 2).
+  2. The pool asks it for room with its lock held; requests made meanwhile evict nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from dynamemo.allocator import Block, OutOfMemoryError, Pool, TierStack
+import numpy
+
+from dynamemo.allocator import OutOfMemoryError, Pool, TierStack
+from dynamemo.compaction import Compactor
 from dynamemo.device import Device
-from dynamemo.errors import InternalError
-from dynamemo.foresight import Foresight
-from dynamemo.policies import Candidate, Policy, Suggestion, Technique
+from dynamemo.evictor import MIN_BYTES, Evictor, costs_of
+from dynamemo.policies import Policy, Suggestion, Technique
 from dynamemo.prefetching import Need, Prefetcher
-from dynamemo.recipe import (
-    Application,
-    ParameterVersion,
-    Recipe,
-    Replay,
-    arrays_in,
-    make_dependent,
-    plan,
-)
-from dynamemo.records import Contents
-from dynamemo.restorer import Restorer
-from dynamemo.storage import Hole, Storage
-
-#: Storages below this many bytes are left alone: moving them frees nothing worth the time.
-MIN_BYTES = 4096
-
-#: A function whose temporaries are more than this part of the arena is not applied again: in the
-#: middle of a backward there may be no room for them.
-_TRANSIENT_SHARE = 8
-
-#: A block shorter than this part of the arena is placed at the high end, with what stays long:
-#: the temporaries of a convolution are many times its input, and need the space in one piece.
-_SMALL_SHARE = 16
+from dynamemo.recipe import ParameterVersion, Replay
+from dynamemo.storage import Storage, View
 
 
-class MemoryManager(Restorer):
+class MemoryManager(Evictor):
     """Keep the managed storages of one device within the pool."""
 
     def __init__(
@@ -67,42 +41,22 @@ class MemoryManager(Restorer):
         verify: bool = False,
         min_bytes: int = MIN_BYTES,
     ) -> None:
-        super().__init__(device, pool, tiers, replay, verify=verify)
-        self.policy = policy
-        self.foresight = Foresight(self.recorder, self.costs)
+        super().__init__(
+            device,
+            pool,
+            tiers,
+            policy,
+            replay=replay,
+            version_of=version_of,
+            verify=verify,
+            min_bytes=min_bytes,
+        )
         #: Called before offers are made: tells the manager of arrays that moved into new places.
         self.look_around: Callable[[], None] = _look_nowhere
-        pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
-        self._version_of = version_of
-        #: Storages below this many bytes are left alone.
-        self.min_bytes = min_bytes
         self._prefetcher = Prefetcher(pool, self.foresight, self.transfers, self)
-        #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
-        self._to_ask_again: deque[tuple[int, int]] = deque()
-        self._is_evicting = False
-        self._is_closed = False
+        self._compactor = Compactor(pool, self)
 
     # -- eviction --------------------------------------------------------------------------
-
-    def expose(self, storage: Storage) -> None:
-        """Note that code outside Chainer may write into the storage from now on.
-
-        What a recipe would rebuild from it is rebuilt first.
-        """
-        if storage.exposed:
-            return
-        with self.pool.lock:  # one lock for both: a reclaim comes in with it held
-            storage.exposed = True
-            if not storage.is_away:
-                self.transfers.forsake(storage)
-            self._rebuild_dependents(storage)
-
-    def _rebuild_dependents(self, storage: Storage) -> None:
-        for dependent in list(storage.dependents or ()):
-            if dependent.recipe is not None:
-                self.restore(dependent)
-            dependent.recompute_s = math.inf
-        storage.dependents = None
 
     def reclaim(self, pool: Pool, requested_bytes: int) -> bool:
         """Evict the cheapest run of adjacent blocks that makes room for the request.
@@ -125,226 +79,6 @@ class MemoryManager(Restorer):
             return self._free_run(requested_bytes)
         finally:
             self._is_evicting = False
-
-    def _free_run(self, requested_bytes: int) -> bool:
-        pool, offers = self.pool, self._offers()
-        is_long = requested_bytes >= pool.small_block_bytes
-        if is_long:
-            self._widen_low_area(requested_bytes)
-        floor = 0 if is_long else pool.low_area_bytes
-        while True:
-            window = pool.cheapest_window(requested_bytes, _costs_of(offers), floor=floor)
-            if window is None and floor:
-                # Better in the way of long blocks than nowhere, until the function is done.
-                floor = pool.low_area_bytes = 0
-            elif window is None:
-                return False
-            elif self._take_all(offers, window):
-                return True
-
-    def _take_all(
-        self, offers: dict[int, tuple[Storage, Suggestion]], window: tuple[Block, ...]
-    ) -> bool:
-        """Evict a window; False where some block of it stayed, after trying them all."""
-        taken = [self._take(offers, block) for block in window]
-        return all(taken)
-
-    def _widen_low_area(self, requested_bytes: int) -> None:
-        """Keep the low end free of what stays, as far as a function's long temporaries reached."""
-        running_bytes = sum(
-            block.block_bytes
-            for block in self.pool.blocks()
-            if block.owner is None and block.block_bytes >= self.pool.small_block_bytes
-        )
-        most_bytes = self.pool.capacity_bytes * 7 // 8
-        wanted_bytes = min(most_bytes, running_bytes + requested_bytes)
-        self._low_area_bytes = max(self._low_area_bytes, wanted_bytes)
-
-    def _take(self, offers: dict[int, tuple[Storage, Suggestion]], block: Block) -> bool:
-        """Evict the storage of a block as offered; withdraw or change the offer where it fails."""
-        storage, suggestion = offers.pop(block.offset)
-        if self._evict(storage, suggestion.technique):
-            return True
-        other = self.policy.suggest(self._candidate(storage))
-        if other is not None and storage.refused_at != self.recorder.clock:
-            offers[block.offset] = (storage, other)
-        return False
-
-    def _offers(self, *, is_free: bool = False) -> dict[int, tuple[Storage, Suggestion]]:
-        self._ask_again()
-        offers = {}
-        clock = self.recorder.clock
-        for storage in list(self._storages.values()):
-            arrival = storage.arrival
-            if arrival is not None:
-                if arrival.block is not None and not is_free:
-                    offers[arrival.block.offset] = (storage, self._cancellation(storage))
-                continue
-            block = storage.block
-            if block is None or storage.refused_at == clock:
-                continue
-            if storage.nbytes < self.min_bytes or not self._can_copy(storage):
-                continue
-            candidate = self._candidate(storage)
-            if is_free and not (candidate.is_expired and candidate.is_free):
-                continue
-            suggestion = self.policy.suggest(candidate)
-            if suggestion is not None:
-                offers[block.offset] = (storage, suggestion)
-        return offers
-
-    def _ask_again(self) -> None:
-        """Forget that there was no recipe: the function that ran then held what it needs."""
-        waiting = self._to_ask_again
-        while waiting and waiting[0][0] != self.recorder.clock:
-            storage = self._storages.get(waiting.popleft()[1])
-            if storage is not None:
-                storage.recompute_s = None
-
-    def _cancellation(self, storage: Storage) -> Suggestion:
-        """Offer the memory of a prefetched value that nobody has read yet.
-
-        The device waits for the end of the copy, and the value has to be copied once more.
-        """
-        again_s = self.transfers.inward.seconds(storage.nbytes)
-        again_s /= self.recorder.distance(storage.storage_id)
-        return Suggestion(Technique.OFFLOAD, self.transfers.seconds_coming(storage) + again_s)
-
-    def _can_copy(self, storage: Storage) -> bool:
-        """Tell whether copies are ordered with the work that uses the storage's block."""
-        block = storage.block
-        return block is not None and self.device.is_ordered(block)
-
-    def _candidate(self, storage: Storage) -> Candidate:
-        recorder, storage_id = self.recorder, storage.storage_id
-        if storage.recompute_s is None:
-            storage.recompute_s = self._estimate(self._plan(storage))
-        return Candidate(
-            serial=storage_id,
-            nbytes=storage.nbytes,
-            distance=1 if storage.is_lasting else recorder.distance(storage_id),
-            staleness=recorder.clock - recorder.last_touch(storage_id),
-            is_expired=recorder.is_expired(storage_id),
-            is_checkpoint=storage.is_checkpoint,
-            recompute_s=storage.recompute_s,
-            offload_s=self.transfers.seconds_out(storage),
-            fetch_s=self.transfers.seconds_in(storage),
-        )
-
-    def evict_all(self) -> None:
-        """Evict everything that can be, whatever the pressure (the `torture` policy)."""
-        with self.pool.lock:
-            if self._is_evicting or self._is_closed:
-                return
-            self._is_evicting = True
-            try:
-                self.drain()
-                self.transfers.reap()
-                for storage in self.storages():
-                    storage.refused_at = -1  # what held it then may have let go
-                for storage, suggestion in self._offers().values():
-                    self._evict(storage, suggestion.technique)
-                self.pool.coalesce()
-            finally:
-                self._is_evicting = False
-
-    def _evict(self, storage: Storage, technique: Technique) -> bool:
-        """Take a storage out of its slots; False, and nothing changed, where that cannot be."""
-        if storage.arrival is not None:
-            return self.transfers.cancel(storage)
-        block = storage.block
-        if block is None:
-            return True
-        contents = self._contents(storage)
-        if not contents.arrays or not self._is_ours_alone(contents):
-            storage.refused_at = self.recorder.clock
-            return False
-        views = [self.device.view_of(array, block) for array in contents.arrays]
-        if technique is Technique.RECOMPUTE:
-            if not self._drop(storage):
-                return False
-        elif not self._offload(storage):
-            return False
-        storage.views = views
-        self._leave_slots(storage, contents)
-        storage.block = None
-        self.pool.settle()
-        self.pool.note_moved_out(block.block_bytes)
-        if block.owner is not None:
-            raise InternalError(f"evicting {storage.nbytes:,} bytes did not free their block")
-        return True
-
-    def _leave_slots(self, storage: Storage, contents: Contents) -> None:
-        producer = None if storage.producer is None else storage.producer.function()
-        for slot, index in contents.slots:
-            # A hole of the producer itself must not keep the producer alive: a cycle.
-            anchor = None if storage.recipe is None or slot.owner is producer else producer
-            slot.empty(Hole(storage, index, anchor))
-        storage.is_away = True
-        contents.arrays.clear()
-
-    def _drop(self, storage: Storage) -> bool:
-        recipe = self._plan(storage)
-        if recipe is None:
-            storage.recompute_s = math.inf
-            self._to_ask_again.append((self.recorder.clock, storage.storage_id))
-            return False
-        storage.recipe = recipe
-        self.transfers.forsake(storage)
-        for missing in recipe.missing():
-            if missing.recipe is None:
-                self.foresight.note_away(missing)
-        for source in recipe.outer_storages(self.storage_of):
-            make_dependent(storage, source)
-        self.counters.dropped_bytes += storage.nbytes
-        return True
-
-    def _offload(self, storage: Storage) -> bool:
-        if not self.transfers.copy_out(storage) or not self.transfers.let_go(storage):
-            return False
-        if storage.keeps_copy:
-            self.foresight.note_offloaded(storage)
-        self.foresight.note_away(storage)
-        return True
-
-    def _plan(self, storage: Storage) -> Recipe | None:
-        def is_safe(node: Any) -> bool:
-            return self._is_safe_source(node, storage)
-
-        return plan(storage, self._version_of, is_safe, self._is_fit)
-
-    def _is_fit(self, function: Any, application: Application) -> bool:
-        """Refuse what needs much memory to run again, or has arrays that somebody may change."""
-        if application.transient > self.pool.capacity_bytes // _TRANSIENT_SHARE:
-            return False
-        return all(self._is_unshared(function, name) for name in application.given)
-
-    def _is_unshared(self, function: Any, name: str) -> bool:
-        """Tell whether nobody else refers to the arrays of a function's attribute."""
-        arrays = [a for a in arrays_in(function.__dict__.get(name)) if self.device.owns(a)]
-        storages = {s for s in map(self.storage_of, arrays) if s is not None}
-        arrays = [a for a in arrays if self.storage_of(a) is None]
-        if not self.device.is_exclusive(arrays, [1] * len(arrays)):
-            return False
-        return all(self._is_ours_alone(self._contents(storage)) for storage in storages)
-
-    def _is_safe_source(self, node: Any, target: Storage) -> bool:
-        """Tell whether a resident node's array is unchanged since forward and will stay so.
-
-        A leaf's is not trusted: whoever made it may have written to it since.
-        """
-        source = self.storage_of(node.__dict__["_data"])
-        if source is None or source is target or source.exposed:
-            return False
-        return source.producer is not None
-
-    def _estimate(self, recipe: Recipe | None) -> float:
-        if recipe is None:
-            return math.inf
-        return sum(
-            self.costs.estimate(step.application.signature, nbytes=step.application.nbytes)
-            for step in recipe.steps
-        )
 
     # -- restoring -------------------------------------------------------------------------
 
@@ -369,6 +103,44 @@ class MemoryManager(Restorer):
         for storage in storages:
             if storage.recompute_s is not None and not math.isinf(storage.recompute_s):
                 self._evict(storage, Technique.RECOMPUTE)
+
+    # -- where it lies -----------------------------------------------------------------------
+
+    def gather_lasting(self) -> None:
+        """Move parameters, gradients and optimizer state together, where that was not done yet."""
+        with self.pool.lock:
+            if self._is_evicting or self._is_closed:
+                return
+            self._is_evicting = True  # the requests in here take nothing from anybody
+            try:
+                self.drain()
+                self.counters.moved_bytes += self._compactor.gather()
+            finally:
+                self._is_evicting = False
+
+    def move(self, storage: Storage, *, above: int) -> bool:
+        """Move a storage where its new memory begins above an address; tell whether it did."""
+        block = storage.block
+        if block is None or storage.ticket is not None or not self._can_copy(storage):
+            return False
+        contents = self._contents(storage)
+        if not contents.arrays or not self._is_ours_alone(contents):
+            return False
+        views = [self.device.view_of(array, block) for array in contents.arrays]
+        try:
+            with self.pool.retrying():
+                memory = self.device.allocate(storage.nbytes)
+        except MemoryError:
+            return False
+        if self.device.address_of(memory) <= above:
+            return False
+        whole = View(0, (storage.nbytes,), numpy.dtype("u1"), (1,))
+        source = self.device.array_in(self.device.memory_of(contents.arrays[0]), whole)
+        self.device.array_in(memory, whole)[...] = source
+        del source
+        self._leave_slots(storage, contents)
+        self._return_to_slots(storage, [self.device.array_in(memory, view) for view in views])
+        return True
 
     # -- ahead of need -----------------------------------------------------------------------
 
@@ -413,7 +185,7 @@ class MemoryManager(Restorer):
         if self.pool.largest_free_bytes() >= nbytes:
             return True
         offers = self._free_offers()
-        while (window := self.pool.cheapest_window(nbytes, _costs_of(offers))) is not None:
+        while (window := self.pool.cheapest_window(nbytes, costs_of(offers))) is not None:
             if self._take_all(offers, window):
                 return True
         return False
@@ -428,7 +200,7 @@ class MemoryManager(Restorer):
         free_bytes += sum(storage.nbytes for storage, _ in offers.values())
         if free_bytes < need.nbytes:
             return False
-        return pool.cheapest_window(need.piece_bytes, _costs_of(offers)) is not None
+        return pool.cheapest_window(need.piece_bytes, costs_of(offers)) is not None
 
     def begin_to_free(self, nbytes: int) -> None:
         """Begin to copy out what is held for nobody, so that it can be had for nothing soon."""
@@ -493,8 +265,3 @@ class MemoryManager(Restorer):
 
 def _look_nowhere() -> None:
     """Know of nothing besides what the manager was told."""
-
-
-def _costs_of(offers: dict[int, tuple[Storage, Suggestion]]) -> dict[int, float]:
-    """Return the cost of each offer, by the offset of its block."""
-    return {offset: suggestion.cost_s for offset, (_, suggestion) in offers.items()}

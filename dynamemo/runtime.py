@@ -26,9 +26,10 @@ from dynamemo.allocator import (
 from dynamemo.chainer_binding import ChainerBinding, has_cuda
 from dynamemo.device import Device, HostDevice
 from dynamemo.errors import DynamemoError
+from dynamemo.evictor import MIN_BYTES
 from dynamemo.graph import LinkRate, Trace
 from dynamemo.graph.trace_json import dumps
-from dynamemo.manager import MIN_BYTES, MemoryManager
+from dynamemo.manager import MemoryManager
 from dynamemo.policies import Policy, policy_named
 from dynamemo.recorded import recorded_trace
 from dynamemo.statistics import Statistics
@@ -224,6 +225,7 @@ class Runtime:
             out_bytes_per_s=manager.transfers.outward.bytes_per_s,
             in_bytes_per_s=manager.transfers.inward.bytes_per_s,
             preserved_bytes=counters.preserved_bytes,
+            moved_bytes=counters.moved_bytes,
             recomputed_functions=counters.recomputed_functions,
             iterations=(
                 manager.recorder.iterations

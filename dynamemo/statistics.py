@@ -43,6 +43,8 @@ class Statistics:
     late_bytes: int
     #: Parameters copied because they changed while a dropped tensor needed their old value.
     preserved_bytes: int
+    #: Parameters, gradients and optimizer state moved together, to close the holes between them.
+    moved_bytes: int
     #: Applications of functions that rebuilt something.
     recomputed_functions: int
     #: Forward-and-backward rounds completed; while everything fits, those that ended in an update.

@@ -334,6 +334,10 @@ class ChainerBinding:
         application = function.__dict__.get(RECORD)
         if application is None:
             return
+        if not manager.recorder.is_in_backward and self._is_short():
+            # Gradients are cleared by now: what stays can move into their holes.
+            self._recording.note_lasting()
+            manager.gather_lasting()
         self._frames.append(Frame(function, application.op_id, caller_id))
         self._begin(rules.traits_of(function).backward_label)
         manager.recorder.begin_backward(application.op_id)

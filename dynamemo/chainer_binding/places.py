@@ -17,9 +17,10 @@ import weakref
 from typing import Any, TypeVar
 
 from dynamemo.device import Device
+from dynamemo.evictor import MIN_BYTES
 from dynamemo.graph import StorageKind
 from dynamemo.lazy import AttributeSlot, VariableBox, VariableSlot, can_have_holes, data_of
-from dynamemo.manager import MIN_BYTES, MemoryManager
+from dynamemo.manager import MemoryManager
 from dynamemo.recipe import RECORD, ParameterVersion
 from dynamemo.storage import Array, Storage
 
