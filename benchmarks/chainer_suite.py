@@ -14,8 +14,8 @@ On a machine with a GPU, ``--gpu`` runs the tests that need one, and only they. 
 checked so: no test of convolution, pooling, normalisation, activation or loss that passes without
 cuDNN fails with it::
 
-    python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out plain.json
-    DYNAMEMO_CUDNN=1 python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out cudnn.json
+    DYNAMEMO_CUDNN=0 python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out plain.json
+    python -m benchmarks.chainer_suite --gpu --tests DIR --jobs 8 --out cudnn.json
     python -m benchmarks.chainer_suite --compare plain.json cudnn.json
 
 The results name every test with its outcome (passed, failed, error, skipped, xfailed, crashed or

@@ -108,7 +108,7 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 def _start(name: str, arguments: list[str]) -> list[dict[str, Any]]:
     """Run a framework in its process; pass on what it prints beside its results."""
-    environment = {**os.environ, "CUPY_TF32": "1", "DYNAMEMO_CUDNN": "1"}
+    environment = {**os.environ, "CUPY_TF32": "1"}
     command = [sys.executable, "-m", "benchmarks.convolution", *arguments, "--child", name]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     results = []

@@ -3,7 +3,7 @@
 Covers when that is done and what is said where it cannot be; what is put in place is the matter of
 `dynamemo.cudnn`. Chainer's own convolution takes over where cuDNN has no plan for one.
 
-1. Without CuPy, with an older one, without ``DYNAMEMO_CUDNN=1`` or with ``CHAINER_CUDNN=0``,
+1. Without CuPy, with an older one, with ``DYNAMEMO_CUDNN=0`` or ``CHAINER_CUDNN=0``,
    nothing is done and nothing is said.
 2. Where cuDNN is missing, Chainer works without it, and one warning says what to install.
 """
@@ -49,12 +49,9 @@ def prepare() -> None:
 
 
 def _is_switched_off() -> bool:
-    """Tell whether the user wants no cuDNN. Chainer reads its own switch as an integer.
-
-    It has to be asked for until it has been measured within a budget too.
-    """
-    is_asked_for = os.environ.get("DYNAMEMO_CUDNN", "").strip() == "1"
-    return not is_asked_for or os.environ.get("CHAINER_CUDNN", "1").strip() == "0"
+    """Tell whether the user wants no cuDNN. Chainer reads its own switch as an integer."""
+    switches = ("DYNAMEMO_CUDNN", "CHAINER_CUDNN")
+    return any(os.environ.get(switch, "1").strip() == "0" for switch in switches)
 
 
 def _mend_backend(module: ModuleType) -> None:

@@ -10,8 +10,6 @@ import os
 import hypothesis
 import pytest
 
-os.environ.setdefault("DYNAMEMO_CUDNN", "1")  # read when Chainer is first imported
-
 import dynamemo  # noqa: F401  before any test module imports Chainer
 
 hypothesis.settings.register_profile("default", deadline=None)

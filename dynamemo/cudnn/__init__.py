@@ -3,7 +3,7 @@
 `import dynamemo` before Chainer puts it in place where CuPy 14 and cuDNN are installed; Chainer's
 own switches then mean what they always did. Here is what they have no name for: TF32, what limits
 a convolution's workspace, and a table of what each was given (`report`, `format_table`).
-`DYNAMEMO_CUDNN=1` in the environment asks for it, `CHAINER_CUDNN=0` leaves it out.
+`DYNAMEMO_CUDNN=0` or `CHAINER_CUDNN=0` in the environment leaves it out.
 """
 
 from __future__ import annotations
