@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dynamemo.graph import CostModel, Recorder
+from dynamemo.policies import Technique
 from dynamemo.storage import Storage
 
 #: Iterations after which a storage that was not evicted again is forgotten.
@@ -35,7 +37,13 @@ _MOST_OPERATIONS = 100_000
 #: Backward of a function that was not measured takes so many times its forward.
 _BACKWARD_RATIO = 2.0
 
-_Key = tuple[int, int | str | None]
+#: What a storage is called from one iteration to the next: the path at which it was made, and as
+#: what: an attribute or the number of an output.
+Key = tuple[int, int | str | None]
+#: The path that led to a function, itself included, and its signature.
+Ran = tuple[int, Any]
+
+_NOTHING: Mapping[Key, Technique | None] = {}
 
 
 class Foresight:
@@ -56,12 +64,21 @@ class Foresight:
         self._iteration = 0
         self._path = 0
         #: Path and signature of each function of this iteration, by op id.
-        self._ran: dict[int, tuple[int, Any]] = {}
+        self._ran: dict[int, Ran] = {}
+        #: The keys of the storages that it made, by their ids.
+        self._keys: dict[int, Key] = {}
+        #: Told of these two when the iteration has ended, before they are forgotten.
+        self.end_iteration: Callable[[dict[int, Ran], dict[int, Key]], None] = _tell_nobody
         #: Storages evicted lately: key -> the path after their last use, the iteration.
-        self._watched: dict[_Key, tuple[int, int]] = {}
+        self._watched: dict[Key, tuple[int, int]] = {}
         #: Path -> keys of storages that are worth copying out there.
-        self._due: dict[int, dict[_Key, None]] = {}
-        self._live: weakref.WeakValueDictionary[_Key, Storage] = weakref.WeakValueDictionary()
+        self._due: dict[int, dict[Key, None]] = {}
+        #: Plans by the path at which their iteration ended: path -> key -> what becomes of it.
+        self._plans: dict[int, dict[int, dict[Key, Technique | None]]] = {}
+        #: The same of all plans, the newest first; and all keys that they speak of.
+        self._planned: ChainMap[int, dict[Key, Technique | None]] = ChainMap()
+        self._planned_keys: set[Key] = set()
+        self._live: weakref.WeakValueDictionary[Key, Storage] = weakref.WeakValueDictionary()
         #: What is away, by the tick of its next use, the greatest first: (-tick, storage id).
         self._away: list[tuple[int, int]] = []
         #: Seconds of backward up to each op id, and the number of functions they were made for.
@@ -69,8 +86,10 @@ class Foresight:
 
     # -- forward -----------------------------------------------------------------------------
 
-    def ran(self, op_id: int, signature: Any, made: list[Storage]) -> list[Storage]:
-        """Note that a function ran; return the storages that should be copied out from here.
+    def ran(
+        self, op_id: int, signature: Any, made: list[Storage]
+    ) -> list[tuple[Storage, Technique | None]]:
+        """Note that a function ran; return what should become of which storages from here on.
 
         Parameters
         ----------
@@ -80,39 +99,77 @@ class Foresight:
             What it was and on what shapes.
         made : list of Storage
             The storages that it made.
+
+        Returns
+        -------
+        list of (Storage, Technique or None)
+            Forward has used these for the last time. None: they should be copied out, since they
+            were evicted so before; where no plan speaks of them.
         """
         iteration = self._recorder.iterations
         if iteration != self._iteration or len(self._ran) >= _MOST_OPERATIONS:
             self._begin(iteration)
         path = self._path = hash((self._path, signature))
         self._ran[op_id] = (path, signature)
-        if not self._watched:
-            return []
         for storage in made:
             key = self._key(storage)
-            if key in self._watched:
-                self._live[key] = storage
-        due = [self._live.get(key) for key in self._due.get(path, ())]
-        return [storage for storage in due if storage is not None]
+            if key is not None:
+                self._keys[storage.storage_id] = key
+                if key in self._watched or key in self._planned_keys:
+                    self._live[key] = storage
+        due: list[tuple[Storage, Technique | None]] = []
+        for key, technique in self._planned.get(path, _NOTHING).items():
+            planned = self._live.get(key)
+            if technique is not None and planned is not None:
+                due.append((planned, technique))
+        for key in self._due.get(path, ()):
+            evicted = None if key in self._planned_keys else self._live.get(key)
+            if evicted is not None:
+                due.append((evicted, None))
+        return due
+
+    def follow(self, end: int, plan: dict[int, dict[Key, Technique | None]], *, most: int) -> None:
+        """File a plan for iterations that end at a path, in place of an older one.
+
+        Parameters
+        ----------
+        end : int
+            The path.
+        plan : dict
+            Path -> key -> what becomes of that storage there; None: it stays.
+        most : int
+            Plans that are kept; the oldest goes first.
+        """
+        self._plans.pop(end, None)
+        self._plans[end] = plan
+        while len(self._plans) > most:
+            del self._plans[next(iter(self._plans))]
+        self._planned = ChainMap(*reversed(self._plans.values()))
+        self._planned_keys = {
+            key for each in self._plans.values() for keys in each.values() for key in keys
+        }
 
     def _begin(self, iteration: int) -> None:
+        if iteration == self._iteration + 1:
+            self.end_iteration(self._ran, self._keys)
         self._iteration = iteration
         self._path = 0
         self._ran.clear()
+        self._keys.clear()
         self._live.clear()
         self._backward_s.clear()
         for key, (path, last) in list(self._watched.items()):
             if iteration - last > MEMORY:
                 self._forget(key, path)
 
-    def _forget(self, key: _Key, path: int) -> None:
+    def _forget(self, key: Key, path: int) -> None:
         del self._watched[key]
         keys = self._due[path]
         del keys[key]
         if not keys:
             del self._due[path]
 
-    def _key(self, storage: Storage) -> _Key | None:
+    def _key(self, storage: Storage) -> Key | None:
         producer = storage.producer
         ran = None if producer is None else self._ran.get(producer.op_id)
         if producer is None or ran is None:
@@ -221,3 +278,7 @@ class Foresight:
 def backward_of(signature: Any) -> tuple[str, Any]:
     """Return what the seconds of a function's backward are filed under."""
     return "backward", signature
+
+
+def _tell_nobody(ran: dict[int, Ran], keys: dict[int, Key]) -> None:
+    """Do nothing."""

@@ -20,9 +20,13 @@ from dynamemo.allocator import OutOfMemoryError, Pool, TierStack
 from dynamemo.compaction import Compactor
 from dynamemo.device import Device
 from dynamemo.evictor import MIN_BYTES, Evictor, costs_of
+from dynamemo.following import Follower, Recorded
+from dynamemo.foresight import Key, Ran
+from dynamemo.graph import LinkRate
 from dynamemo.policies import Policy, Suggestion, Technique
 from dynamemo.prefetching import Need, Prefetcher
 from dynamemo.recipe import ParameterVersion, Replay
+from dynamemo.recorded import recorded_trace
 from dynamemo.storage import Storage, View
 
 
@@ -53,8 +57,12 @@ class MemoryManager(Evictor):
         )
         #: Called before offers are made: tells the manager of arrays that moved into new places.
         self.look_around: Callable[[], None] = _look_nowhere
+        self._follower = Follower(self.foresight, self._look_back)
+        self.foresight.end_iteration = self._end_iteration
         self._prefetcher = Prefetcher(pool, self.foresight, self.transfers, self)
         self._compactor = Compactor(pool, self)
+        #: Iteration in which room was made last.
+        self._short_at = -2
 
     # -- eviction --------------------------------------------------------------------------
 
@@ -71,6 +79,7 @@ class MemoryManager(Evictor):
         if self._is_evicting or self._is_closed:
             return False
         self._is_evicting = True
+        self._short_at = self.recorder.iterations
         try:
             self._prefetcher.note_request(requested_bytes)
             self.drain()
@@ -159,11 +168,51 @@ class MemoryManager(Evictor):
         self.transfers.timeline.now_s += self.costs.estimate(signature, nbytes=0)
         if not self.recorder.is_in_backward:
             self._prefetcher.leave_backward()
-        for storage in self.foresight.ran(op_id, signature, made):
-            if not storage.is_away and storage.ticket is None and storage.keeps_copy:
+        for storage, technique in self.foresight.ran(op_id, signature, made):
+            if storage.is_away or self._is_closed:
+                continue
+            if technique is Technique.RECOMPUTE:
+                with self.pool.lock:
+                    self._drop_ahead(storage)
+            elif storage.ticket is None and storage.keeps_copy:
                 with self.pool.lock:
                     if self._can_copy(storage) and self.transfers.copy_out(storage):
                         self.counters.early_bytes += storage.nbytes
+
+    def _drop_ahead(self, storage: Storage) -> None:
+        """Drop a storage that a plan wants to be made again; it stays where that cannot be."""
+        if self._is_evicting or storage.nbytes < self.min_bytes or not self._can_copy(storage):
+            return
+        self._is_evicting = True
+        try:
+            self.look_around()
+            self._evict(storage, Technique.RECOMPUTE)
+        finally:
+            self._is_evicting = False
+
+    def _end_iteration(self, ran: dict[int, Ran], keys: dict[int, Key]) -> None:
+        """Have the iteration that has ended planned, where memory was short in it."""
+        if self.policy.follows_plans and self._short_at >= self.recorder.iterations - 1:
+            self._follower.end_iteration(ran, keys)
+
+    def _look_back(self) -> Recorded:
+        graph_bytes = sum(
+            storage.block.block_bytes
+            for storage in self.storages()
+            if storage.block is not None and not (storage.is_lasting or storage.is_leaf)
+        )
+        outward, inward = (
+            LinkRate(link.bytes_per_s, link.latency_s)
+            for link in (self.transfers.outward, self.transfers.inward)
+        )
+        return Recorded(
+            recorded_trace(self),
+            self.recorder.traced_operations(),
+            outward,
+            inward,
+            self.pool.capacity_bytes,
+            self.pool.current_bytes - graph_bytes,
+        )
 
     def prefetch(self, op_id: int) -> None:
         """Begin to bring back what backward will read soon. `op_id`: whose backward begins now."""

@@ -89,6 +89,11 @@ class Policy(Protocol):
         """Whether it has a way to evict what can only be copied, as what nobody looked at can."""
         ...
 
+    @property
+    def follows_plans(self) -> bool:
+        """Whether iterations that come again are planned as a whole."""
+        ...
+
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Return how to evict the candidate and at what cost, or None to leave it."""
         ...
@@ -122,6 +127,7 @@ class NoEviction:
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
     can_sleep: bool = True
+    follows_plans: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Refuse."""
@@ -136,6 +142,7 @@ class Liveness:
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
     can_sleep: bool = True
+    follows_plans: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Evict expired storages."""
@@ -150,6 +157,7 @@ class LeastRecentlyUsed:
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
     can_sleep: bool = True
+    follows_plans: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer a copy, the cheaper the longer ago the last use."""
@@ -166,6 +174,7 @@ class Centric:
     keeps_rebuilt_sources: bool
     is_eager: bool = False
     can_sleep: bool = True
+    follows_plans: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Choose by the kind of function that made it."""
@@ -187,6 +196,7 @@ class OneTechnique:
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
     can_sleep: bool = True
+    follows_plans: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the technique where it can be used; what is expired goes by any."""
@@ -209,6 +219,7 @@ class CostAware:
     keeps_rebuilt_sources: bool = True
     is_eager: bool = False
     can_sleep: bool = True
+    follows_plans: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the cheaper technique."""
@@ -223,6 +234,7 @@ class Torture:
     keeps_rebuilt_sources: bool = True
     is_eager: bool = True
     can_sleep: bool = False
+    follows_plans: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Recompute two of three that can be; copy the others."""

@@ -10,12 +10,14 @@ What it does not cover: own bytes of operations, and seconds of a backward unles
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynamemo import rules
 from dynamemo.graph import Operation, Phase, Storage, StorageKind, Trace
-from dynamemo.manager import MemoryManager
 from dynamemo.recipe import Signature
+
+if TYPE_CHECKING:
+    from dynamemo.manager import MemoryManager
 
 _MOVABLE = frozenset({StorageKind.ACTIVATION, StorageKind.ATTRIBUTE})
 

@@ -396,6 +396,15 @@ class Recorder:
             ]
         )
 
+    def traced_operations(self) -> tuple[int, ...]:
+        """Return the id of each operation of `trace`; a backward has its forward's."""
+        return tuple(
+            [
+                record.id if isinstance(record, OperationState) else record.operation.id
+                for record in self._complete()
+            ]
+        )
+
     def _complete(self) -> list[Record]:
         """Return the records of the last complete iteration."""
         return self._current[: self._border_records] if self._border_tick else self._previous

@@ -7,6 +7,7 @@ import pytest
 
 from dynamemo.foresight import MEMORY, Foresight
 from dynamemo.graph import CostModel, Recorder, StorageKind
+from dynamemo.policies import Technique
 from dynamemo.storage import Producer, Storage, View
 
 
@@ -52,6 +53,7 @@ class Program:
             storage.producer = Producer(function, op_id, view, output_index=0)
             made.append(storage)
             due.append(self.foresight.ran(op_id, signature, [storage]))
+            del storage
             self.last_op_id = op_id
         return made, due
 
@@ -66,7 +68,8 @@ class Program:
             self.foresight.note_offloaded(made[index])
         self.backward(len(signatures))
         places = {id(storage): number for number, storage in enumerate(made)}
-        return [[places[id(storage)] for storage in storages] for storages in due]
+        self.techniques = [technique for entry in due for _, technique in entry]
+        return [[places[id(storage)] for storage, _ in entry] for entry in due]
 
 
 @pytest.fixture
@@ -104,6 +107,45 @@ def test_no_storage_is_kept_alive(program):
     for _ in range(3):
         program.iterate("abcd", evicted=[0, 1])
     assert not program.storages
+
+
+def plan_of(program, signatures, decisions):
+    """File a plan: by number of the storage, where it is due and what becomes of it there."""
+    ended = []
+    program.foresight.end_iteration = lambda ran, keys: ended.append((dict(ran), dict(keys)))
+    made = [storage.storage_id for storage in program.forward(signatures)[0]]
+    first = program.last_op_id - len(signatures) + 1
+    program.backward(len(signatures))
+    program.forward("z")
+    program.backward(1)
+    ran, keys = ended[-1]
+    plan = {}
+    for number, (place, technique) in decisions.items():
+        plan.setdefault(ran[first + place][0], {})[keys[made[number]]] = technique
+    program.foresight.follow(ran[max(ran)][0], plan, most=2)
+
+
+def test_a_plan_says_what_becomes_of_a_storage_where_its_program_comes_by(program):
+    plan_of(program, "abcd", {0: (1, Technique.RECOMPUTE), 1: (2, Technique.OFFLOAD)})
+    assert program.iterate("abcd") == [[], [0], [1], []]
+    assert program.techniques == [Technique.RECOMPUTE, Technique.OFFLOAD]
+    assert program.iterate("axcd") == [[], [], [], []]
+
+
+def test_what_a_plan_keeps_is_not_copied_out_because_it_once_was(program):
+    program.iterate("abcd", evicted=[0, 1])
+    plan_of(program, "abcd", {0: (1, None)})
+    assert program.iterate("abcd") == [[], [], [1], []]
+
+
+def test_the_newest_plan_of_a_program_counts_and_the_oldest_is_forgotten(program):
+    plan_of(program, "abcd", {0: (1, Technique.RECOMPUTE)})
+    plan_of(program, "abcd", {0: (3, Technique.OFFLOAD)})
+    assert program.iterate("abcd") == [[], [], [], [0]]
+    plan_of(program, "efgh", {0: (1, Technique.RECOMPUTE)})
+    plan_of(program, "ijkl", {0: (1, Technique.RECOMPUTE)})
+    assert program.iterate("abcd") == [[], [], [], []]
+    assert program.iterate("efgh") == [[], [0], [], []]
 
 
 def test_reads_come_in_the_order_of_backward_with_the_time_until_then(program):

@@ -116,7 +116,7 @@ def test_prefetch_goes_on_where_memory_is_tight(share, most, policy):
     run = Run(FAST, share, iterations=8, policy=policy)
     assert max(run.loss[1:]) <= most
     assert sum(run.each("late_bytes")[1:]) <= 0.02 * sum(run.each("fetched_bytes")[1:])
-    assert sum(run.each("cancelled_bytes")[1:]) <= 0.02 * sum(run.each("prefetched_bytes")[1:])
+    assert sum(run.each("cancelled_bytes")[1:]) <= 0.03 * sum(run.each("prefetched_bytes")[1:])
 
 
 @pytest.mark.parametrize("rate", [SLOW, SLOWER])
