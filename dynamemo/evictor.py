@@ -23,7 +23,7 @@ from dynamemo.allocator import Block, Pool, TierStack
 from dynamemo.device import Device
 from dynamemo.errors import InternalError
 from dynamemo.foresight import Foresight
-from dynamemo.policies import Candidate, Policy, Suggestion, Technique
+from dynamemo.policies import NEGLIGIBLE_S, Candidate, Policy, Suggestion, Technique
 from dynamemo.recipe import (
     Application,
     ParameterVersion,
@@ -106,6 +106,13 @@ class Evictor(Restorer):
         if is_long:
             self._widen_low_area(requested_bytes)
         floor = 0 if is_long else pool.low_area_bytes
+        if floor and pool.largest_free_bytes() >= requested_bytes:
+            # There is room where long temporaries were: it is taken before anything is given up.
+            costs = costs_of(offers)
+            window = pool.cheapest_window(requested_bytes, costs, floor=floor)
+            if window is None or any(costs[block.offset] > NEGLIGIBLE_S for block in window):
+                pool.low_area_bytes = 0
+                return True
         while True:
             window = pool.cheapest_window(requested_bytes, costs_of(offers), floor=floor)
             if window is None and floor:
@@ -120,7 +127,7 @@ class Evictor(Restorer):
         self, offers: dict[int, tuple[Storage, Suggestion]], window: tuple[Block, ...]
     ) -> bool:
         """Evict a window; False where some block of it stayed, after trying them all."""
-        taken = [self._take(offers, block) for block in window]
+        taken = [self._take(offers, block.offset) for block in window]
         return all(taken)
 
     def _widen_low_area(self, requested_bytes: int) -> None:
@@ -134,14 +141,14 @@ class Evictor(Restorer):
         wanted_bytes = min(most_bytes, running_bytes + requested_bytes)
         self._low_area_bytes = max(self._low_area_bytes, wanted_bytes)
 
-    def _take(self, offers: dict[int, tuple[Storage, Suggestion]], block: Block) -> bool:
-        """Evict the storage of a block as offered; withdraw or change the offer where it fails."""
-        storage, suggestion = offers.pop(block.offset)
+    def _take(self, offers: dict[int, tuple[Storage, Suggestion]], offset: int) -> bool:
+        """Evict the storage at an offset as offered; withdraw or change the offer if that fails."""
+        storage, suggestion = offers.pop(offset)
         if self._evict(storage, suggestion.technique):
             return True
         other = self.policy.suggest(self._candidate(storage))
         if other is not None and storage.refused_at != self.recorder.clock:
-            offers[block.offset] = (storage, other)
+            offers[offset] = (storage, other)
         return False
 
     def _offers(self, *, is_free: bool = False) -> dict[int, tuple[Storage, Suggestion]]:
@@ -163,6 +170,8 @@ class Evictor(Restorer):
             if is_free and not (candidate.is_expired and candidate.is_free):
                 continue
             suggestion = self.policy.suggest(candidate)
+            if storage.is_given_up and candidate.offload_s == 0.0:
+                suggestion = Suggestion(Technique.OFFLOAD, NEGLIGIBLE_S)
             if suggestion is not None:
                 offers[block.offset] = (storage, suggestion)
         return offers
@@ -216,13 +225,14 @@ class Evictor(Restorer):
                 self.transfers.reap()
                 for storage in self.storages():
                     storage.refused_at = -1  # what held it then may have let go
-                for storage, suggestion in self._offers().values():
-                    self._evict(storage, suggestion.technique)
+                offers = self._offers()
+                while offers:
+                    self._take(offers, next(iter(offers)))
                 self.pool.coalesce()
             finally:
                 self._is_evicting = False
 
-    def _evict(self, storage: Storage, technique: Technique) -> bool:
+    def _evict(self, storage: Storage, technique: Technique, *, is_planned: bool = False) -> bool:
         """Take a storage out of its slots; False, and nothing changed, where that cannot be."""
         if storage.arrival is not None:
             return self.transfers.cancel(storage)
@@ -235,7 +245,7 @@ class Evictor(Restorer):
             return False
         views = [self.device.view_of(array, block) for array in contents.arrays]
         if technique is Technique.RECOMPUTE:
-            if not self._drop(storage):
+            if not self._drop(storage, is_planned=is_planned):
                 return False
         elif not self._offload(storage):
             return False
@@ -257,9 +267,9 @@ class Evictor(Restorer):
         storage.is_away = True
         contents.arrays.clear()
 
-    def _drop(self, storage: Storage) -> bool:
+    def _drop(self, storage: Storage, *, is_planned: bool) -> bool:
         recipe = self._plan(storage)
-        if recipe is None:
+        if recipe is None or (not is_planned and self._would_chain(storage, recipe)):
             storage.recompute_s = math.inf
             self._to_ask_again.append((self.recorder.clock, storage.storage_id))
             return False
@@ -272,6 +282,20 @@ class Evictor(Restorer):
             make_dependent(storage, source)
         self.counters.dropped_bytes += storage.nbytes
         return True
+
+    def _would_chain(self, storage: Storage, recipe: Recipe) -> bool:
+        """Tell whether a drop would make one rebuild wait for another, where a copy need not.
+
+        All that such a chain rebuilds has to be there at once, and nobody has looked at whether it
+        can be.
+        """
+        if not self.policy.avoids_chains or not self.transfers.can_copy_out(storage):
+            return False
+        if self.recorder.is_expired(storage.storage_id):
+            return False
+        if any(missing.recipe is not None for missing in recipe.missing()):
+            return True
+        return any(dependent.recipe is not None for dependent in storage.dependents or ())
 
     def _offload(self, storage: Storage) -> bool:
         if not self.transfers.copy_out(storage) or not self.transfers.let_go(storage):

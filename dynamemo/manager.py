@@ -171,6 +171,7 @@ class MemoryManager(Evictor):
         for storage, technique in self.foresight.ran(op_id, signature, made):
             if storage.is_away or self._is_closed:
                 continue
+            storage.is_given_up = technique is not None
             if technique is Technique.RECOMPUTE:
                 with self.pool.lock:
                     self._drop_ahead(storage)
@@ -186,7 +187,7 @@ class MemoryManager(Evictor):
         self._is_evicting = True
         try:
             self.look_around()
-            self._evict(storage, Technique.RECOMPUTE)
+            self._evict(storage, Technique.RECOMPUTE, is_planned=True)
         finally:
             self._is_evicting = False
 

@@ -94,17 +94,29 @@ class Policy(Protocol):
         """Whether iterations that come again are planned as a whole."""
         ...
 
+    @property
+    def avoids_chains(self) -> bool:
+        """Whether what a rebuild reads is copied out rather than dropped, where both can be."""
+        ...
+
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Return how to evict the candidate and at what cost, or None to leave it."""
         ...
 
 
+#: Seconds that stand for none: what nobody will miss, or what a plan has given up, costs less.
+NEGLIGIBLE_S = 1e-12
+#: Seconds a byte of what nobody will miss: less than a microsecond over the longest distance for any
+#: tensor, and not nothing, so that among equals the run of the fewest bytes is taken.
+_NEXT_TO_NOTHING = 1e-21
+
+
 def _expired(candidate: Candidate) -> Suggestion | None:
     """Evict what is probably never read again: by the way that costs least now."""
     if candidate.offload_s == 0.0:
-        return Suggestion(Technique.OFFLOAD, 1e-12 * candidate.nbytes)
+        return Suggestion(Technique.OFFLOAD, _NEXT_TO_NOTHING * candidate.nbytes)
     if not math.isinf(candidate.recompute_s):
-        return Suggestion(Technique.RECOMPUTE, 1e-12 * candidate.nbytes)
+        return Suggestion(Technique.RECOMPUTE, _NEXT_TO_NOTHING * candidate.nbytes)
     if not math.isinf(candidate.offload_s):
         return Suggestion(Technique.OFFLOAD, candidate.offload_s)
     return None
@@ -128,6 +140,7 @@ class NoEviction:
     is_eager: bool = False
     can_sleep: bool = True
     follows_plans: bool = False
+    avoids_chains: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Refuse."""
@@ -143,6 +156,7 @@ class Liveness:
     is_eager: bool = False
     can_sleep: bool = True
     follows_plans: bool = False
+    avoids_chains: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Evict expired storages."""
@@ -158,6 +172,7 @@ class LeastRecentlyUsed:
     is_eager: bool = False
     can_sleep: bool = True
     follows_plans: bool = False
+    avoids_chains: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer a copy, the cheaper the longer ago the last use."""
@@ -175,6 +190,7 @@ class Centric:
     is_eager: bool = False
     can_sleep: bool = True
     follows_plans: bool = False
+    avoids_chains: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Choose by the kind of function that made it."""
@@ -197,6 +213,7 @@ class OneTechnique:
     is_eager: bool = False
     can_sleep: bool = True
     follows_plans: bool = False
+    avoids_chains: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the technique where it can be used; what is expired goes by any."""
@@ -220,6 +237,7 @@ class CostAware:
     is_eager: bool = False
     can_sleep: bool = True
     follows_plans: bool = True
+    avoids_chains: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the cheaper technique."""
@@ -235,6 +253,7 @@ class Torture:
     is_eager: bool = True
     can_sleep: bool = False
     follows_plans: bool = False
+    avoids_chains: bool = False
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Recompute two of three that can be; copy the others."""

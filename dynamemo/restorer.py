@@ -138,7 +138,7 @@ class Restorer(Records):
         if block is not None and block.pool is self.pool:
             storage.block = block
             block.owner = storage
-        storage.is_away = False
+        storage.is_away = storage.is_given_up = False
         storage.views = []
         for slot in list(storage.slots.values()):
             slot.fill(storage, arrays)

@@ -164,6 +164,7 @@ class Storage:
         "exposed",
         "is_away",
         "is_checkpoint",
+        "is_given_up",
         "is_lasting",
         "is_leaf",
         "keeper",
@@ -199,6 +200,8 @@ class Storage:
         self.exposed = False
         #: Its slots hold holes: the value is in a tier, or can be recomputed.
         self.is_away = False
+        #: A plan wants it to be away until backward reads it.
+        self.is_given_up = False
         self.slots: dict[tuple[int, str, int | str | None], Slot] = {}
         #: How each distinct array lay in the block, while the value is away.
         self.views: list[View] = []

@@ -29,6 +29,8 @@ class OnDemand:
     name = "on-demand"
     is_eager = False
     can_sleep = False
+    follows_plans = False
+    avoids_chains = False
 
     def __init__(self, *techniques, keeps_rebuilt_sources=True):
         self.techniques = techniques
