@@ -23,7 +23,7 @@ from dynamemo.evictor import MIN_BYTES, Evictor, costs_of
 from dynamemo.following import Follower, Recorded
 from dynamemo.foresight import Key, Ran
 from dynamemo.graph import LinkRate
-from dynamemo.policies import Policy, Suggestion, Technique
+from dynamemo.policies import NEGLIGIBLE_S, Policy, Suggestion, Technique
 from dynamemo.prefetching import Need, Prefetcher
 from dynamemo.recipe import ParameterVersion, Replay
 from dynamemo.recorded import recorded_trace
@@ -63,6 +63,8 @@ class MemoryManager(Evictor):
         self._compactor = Compactor(pool, self)
         #: Iteration in which room was made last.
         self._short_at = -2
+        #: Ids of storages that no backward will read again, to be freed.
+        self._expired: list[int] = []
 
     # -- eviction --------------------------------------------------------------------------
 
@@ -112,6 +114,48 @@ class MemoryManager(Evictor):
         for storage in storages:
             if storage.recompute_s is not None and not math.isinf(storage.recompute_s):
                 self._evict(storage, Technique.RECOMPUTE)
+
+    # -- backward --------------------------------------------------------------------------
+
+    def begin_backward(self, op_id: int) -> None:
+        """Note that a function's backward begins; free what those before it needed last.
+
+        Only here, since backprop holds a function's arrays until the next one begins.
+        """
+        self.recorder.begin_backward(op_id)
+        if self._expired and self.policy.frees_expired:
+            self._free_expired()
+
+    def end_backward(self, op_id: int) -> None:
+        """Note that a function's backward has run."""
+        self._expired += self.recorder.end_backward(op_id)
+
+    def _free_expired(self) -> None:
+        """Take out what no backward will read again, where that costs nothing.
+
+        Chainer keeps it as long as the graph is alive, in the way of all that comes.
+        """
+        expired, self._expired = self._expired, []
+        if self._short_at < self.recorder.iterations - 1 or self._is_evicting or self._is_closed:
+            return
+        with self.pool.lock:
+            self._is_evicting = True
+            try:
+                self.look_around()
+                for storage_id in expired:
+                    storage = self._storages.get(storage_id)
+                    if storage is not None and storage.block is not None:
+                        self._free_at_no_cost(storage)
+            finally:
+                self._is_evicting = False
+
+    def _free_at_no_cost(self, storage: Storage) -> None:
+        if storage.nbytes < self.min_bytes or not self._can_copy(storage):
+            return
+        candidate = self._candidate(storage)
+        suggestion = self.policy.suggest(candidate) if candidate.is_expired else None
+        if suggestion is not None and suggestion.cost_s <= NEGLIGIBLE_S:
+            self._evict(storage, suggestion.technique)
 
     # -- where it lies -----------------------------------------------------------------------
 

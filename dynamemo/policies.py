@@ -99,6 +99,11 @@ class Policy(Protocol):
         """Whether what a rebuild reads is copied out rather than dropped, where both can be."""
         ...
 
+    @property
+    def frees_expired(self) -> bool:
+        """Whether what no backward will read again goes at once, where memory is short."""
+        ...
+
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Return how to evict the candidate and at what cost, or None to leave it."""
         ...
@@ -141,6 +146,7 @@ class NoEviction:
     can_sleep: bool = True
     follows_plans: bool = False
     avoids_chains: bool = False
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Refuse."""
@@ -157,6 +163,7 @@ class Liveness:
     can_sleep: bool = True
     follows_plans: bool = False
     avoids_chains: bool = False
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Evict expired storages."""
@@ -173,6 +180,7 @@ class LeastRecentlyUsed:
     can_sleep: bool = True
     follows_plans: bool = False
     avoids_chains: bool = False
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer a copy, the cheaper the longer ago the last use."""
@@ -191,6 +199,7 @@ class Centric:
     can_sleep: bool = True
     follows_plans: bool = False
     avoids_chains: bool = False
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Choose by the kind of function that made it."""
@@ -214,6 +223,7 @@ class OneTechnique:
     can_sleep: bool = True
     follows_plans: bool = False
     avoids_chains: bool = False
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the technique where it can be used; what is expired goes by any."""
@@ -238,6 +248,7 @@ class CostAware:
     can_sleep: bool = True
     follows_plans: bool = True
     avoids_chains: bool = True
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Offer the cheaper technique."""
@@ -254,6 +265,7 @@ class Torture:
     can_sleep: bool = False
     follows_plans: bool = False
     avoids_chains: bool = False
+    frees_expired: bool = True
 
     def suggest(self, candidate: Candidate) -> Suggestion | None:
         """Recompute two of three that can be; copy the others."""

@@ -340,7 +340,7 @@ class ChainerBinding:
             manager.gather_lasting()
         self._frames.append(Frame(function, application.op_id, caller_id))
         self._begin(rules.traits_of(function).backward_label)
-        manager.recorder.begin_backward(application.op_id)
+        manager.begin_backward(application.op_id)
         manager.prefetch(application.op_id)
         if self._short_at >= 0:
             bring_in(function)
@@ -353,7 +353,7 @@ class ChainerBinding:
             frame = self._frames.pop()
             self._end()
             if frame.function is function:
-                self._manager.recorder.end_backward(frame.op_id)
+                self._manager.end_backward(frame.op_id)
                 break
         frame = None  # type: ignore[assignment]
         if self._manager.policy.is_eager:

@@ -31,6 +31,7 @@ class OnDemand:
     can_sleep = False
     follows_plans = False
     avoids_chains = False
+    frees_expired = False
 
     def __init__(self, *techniques, keeps_rebuilt_sources=True):
         self.techniques = techniques
