@@ -84,6 +84,7 @@ class PoolCore:
         "_is_reclaiming",
         "_last_stream",
         "_lock",
+        "_long_lived",
         "_low_area_bytes",
         "_parked_high",
         "_parked_low",
@@ -120,6 +121,7 @@ class PoolCore:
         self._ready = self._ready_low
         self._default_end = End.LOW
         self._small_block_bytes = self._low_area_bytes = 0
+        self._long_lived: frozenset[int] = frozenset()
         self._last_stream = 0
         self._frees = self._freed_bytes = 0
         self._highest_bytes = 0  # use was at most so much since `Pool._note_highest`
@@ -198,6 +200,22 @@ class PoolCore:
             self._forget_ready()
 
     @property
+    def long_lived(self) -> frozenset[int]:
+        """Requested bytes of blocks that go to the high end where their requester names none.
+
+        For who knows what comes next, and that it stays longer than the rest.
+        """
+        return self._long_lived
+
+    @long_lived.setter
+    def long_lived(self, lengths: frozenset[int]) -> None:
+        if lengths != self._long_lived:
+            for nbytes in self._long_lived ^ lengths:
+                self._ready_low.pop(nbytes, None)
+                self._ready_high.pop(nbytes, None)
+            self._long_lived = lengths
+
+    @property
     def low_area_bytes(self) -> int:
         """Bytes at the low end that blocks for the high end stay out of."""
         return self._low_area_bytes
@@ -262,7 +280,9 @@ class PoolCore:
         return parked.setdefault(block_bytes, [0]), block_bytes, lowest, end
 
     def _usual_end(self, requested_bytes: int) -> End:
-        return _HIGH if requested_bytes < self._small_block_bytes else self._default_end
+        if requested_bytes < self._small_block_bytes or requested_bytes in self._long_lived:
+            return _HIGH
+        return self._default_end
 
     def _make_ready(self, requested_bytes: int, block_bytes: int) -> None:
         """Remember where the next such request takes from."""

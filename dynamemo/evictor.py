@@ -44,6 +44,9 @@ MIN_BYTES = 4096
 #: middle of a backward there may be no room for them.
 _TRANSIENT_SHARE = 8
 
+#: Rebuilds that need one another may make no more than this part of the arena.
+_CHAIN_SHARE = 8
+
 #: A block shorter than this part of the arena is placed at the high end, with what stays long:
 #: the temporaries of a convolution are many times its input, and need the space in one piece.
 _SMALL_SHARE = 16
@@ -67,18 +70,30 @@ class Evictor(Restorer):
         super().__init__(device, pool, tiers, replay, verify=verify)
         self.policy = policy
         self.foresight = Foresight(self.recorder, self.costs)
-        pool.small_block_bytes = pool.capacity_bytes // _SMALL_SHARE
+        self.small_share = _SMALL_SHARE
         self._version_of = version_of
         #: Storages below this many bytes are left alone.
         self.min_bytes = min_bytes
         #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
         self._to_ask_again: deque[tuple[int, int]] = deque()
+        #: Bytes of what somebody will miss that were evicted under pressure in this iteration.
+        self._unplanned_bytes = 0
         self._is_evicting = False
         self._is_closed = False
 
     def restore(self, storage: Storage) -> None:
         """Make a storage resident, evicting others where need be."""
         raise NotImplementedError
+
+    @property
+    def small_share(self) -> int:
+        """A block shorter than this part of the arena is placed with what stays long."""
+        return self._small_share
+
+    @small_share.setter
+    def small_share(self, share: int) -> None:
+        self._small_share = share
+        self.pool.small_block_bytes = self.pool.capacity_bytes // share
 
     def expose(self, storage: Storage) -> None:
         """Note that code outside Chainer may write into the storage from now on.
@@ -137,6 +152,9 @@ class Evictor(Restorer):
             for block in self.pool.blocks()
             if block.owner is None and block.block_bytes >= self.pool.small_block_bytes
         )
+        if self.foresight.has_plans:
+            self._low_area_bytes = 0
+            return
         most_bytes = self.pool.capacity_bytes * 7 // 8
         wanted_bytes = min(most_bytes, running_bytes + requested_bytes)
         self._low_area_bytes = max(self._low_area_bytes, wanted_bytes)
@@ -145,6 +163,8 @@ class Evictor(Restorer):
         """Evict the storage at an offset as offered; withdraw or change the offer if that fails."""
         storage, suggestion = offers.pop(offset)
         if self._evict(storage, suggestion.technique):
+            if suggestion.cost_s > NEGLIGIBLE_S:
+                self._unplanned_bytes += storage.nbytes
             return True
         other = self.policy.suggest(self._candidate(storage))
         if other is not None and storage.refused_at != self.recorder.clock:
@@ -202,6 +222,8 @@ class Evictor(Restorer):
         recorder, storage_id = self.recorder, storage.storage_id
         if storage.recompute_s is None:
             storage.recompute_s = self._estimate(self._plan(storage))
+            if math.isinf(storage.recompute_s):
+                self._to_ask_again.append((recorder.clock, storage_id))
         return Candidate(
             serial=storage_id,
             nbytes=storage.nbytes,
@@ -284,18 +306,34 @@ class Evictor(Restorer):
         return True
 
     def _would_chain(self, storage: Storage, recipe: Recipe) -> bool:
-        """Tell whether a drop would make one rebuild wait for another, where a copy need not.
+        """Tell whether a drop would make too many rebuilds wait for one another.
 
         All that such a chain rebuilds has to be there at once, and nobody has looked at whether it
-        can be.
+        can be. A copy is the way then, where there is one.
         """
         if not self.policy.avoids_chains or not self.transfers.can_copy_out(storage):
             return False
         if self.recorder.is_expired(storage.storage_id):
             return False
-        if any(missing.recipe is not None for missing in recipe.missing()):
-            return True
-        return any(dependent.recipe is not None for dependent in storage.dependents or ())
+        most_bytes = self.pool.capacity_bytes // _CHAIN_SHARE
+        if self._chained_bytes(recipe) + storage.nbytes > most_bytes:
+            return any(missing.recipe is not None for missing in recipe.missing())
+        return any(
+            self._chained_bytes(dependent.recipe) + dependent.nbytes + storage.nbytes > most_bytes
+            for dependent in storage.dependents or ()
+            if dependent.recipe is not None
+        )
+
+    def _chained_bytes(self, recipe: Recipe) -> int:
+        """Return the bytes of all that has to be rebuilt before the recipe can be followed."""
+        found: dict[int, Storage] = {}
+        open_recipes = [recipe]
+        while open_recipes:
+            for missing in open_recipes.pop().missing():
+                if missing.recipe is not None and missing.storage_id not in found:
+                    found[missing.storage_id] = missing
+                    open_recipes.append(missing.recipe)
+        return sum(storage.nbytes for storage in found.values())
 
     def _offload(self, storage: Storage) -> bool:
         if not self.transfers.copy_out(storage) or not self.transfers.let_go(storage):
@@ -339,10 +377,14 @@ class Evictor(Restorer):
     def _estimate(self, recipe: Recipe | None) -> float:
         if recipe is None:
             return math.inf
-        return sum(
+        seconds = sum(
             self.costs.estimate(step.application.signature, nbytes=step.application.nbytes)
             for step in recipe.steps
         )
+        for missing in recipe.missing():
+            if missing.recipe is not None:
+                seconds += self._estimate(missing.recipe)
+        return seconds
 
 
 def costs_of(offers: dict[int, tuple[Storage, Suggestion]]) -> dict[int, float]:

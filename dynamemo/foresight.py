@@ -22,6 +22,7 @@ import heapq
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dynamemo.graph import CostModel, Recorder
@@ -44,6 +45,18 @@ Key = tuple[int, int | str | None]
 Ran = tuple[int, Any]
 
 _NOTHING: Mapping[Key, Technique | None] = {}
+_NO_LENGTHS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What becomes of the storages of one program."""
+
+    #: Path -> key -> what becomes of that storage there, where forward uses it last; None: it
+    #: stays.
+    due: dict[int, dict[Key, Technique | None]]
+    #: Path -> bytes of each storage that the function behind it makes, and that stays.
+    kept_behind: dict[int, frozenset[int]]
 
 
 class Foresight:
@@ -73,10 +86,11 @@ class Foresight:
         self._watched: dict[Key, tuple[int, int]] = {}
         #: Path -> keys of storages that are worth copying out there.
         self._due: dict[int, dict[Key, None]] = {}
-        #: Plans by the path at which their iteration ended: path -> key -> what becomes of it.
-        self._plans: dict[int, dict[int, dict[Key, Technique | None]]] = {}
+        #: Plans by the path at which their iteration ended.
+        self._plans: dict[int, Plan] = {}
         #: The same of all plans, the newest first; and all keys that they speak of.
-        self._planned: ChainMap[int, dict[Key, Technique | None]] = ChainMap()
+        self._due_planned: ChainMap[int, dict[Key, Technique | None]] = ChainMap()
+        self._kept_behind: ChainMap[int, frozenset[int]] = ChainMap()
         self._planned_keys: set[Key] = set()
         self._live: weakref.WeakValueDictionary[Key, Storage] = weakref.WeakValueDictionary()
         #: What is away, by the tick of its next use, the greatest first: (-tick, storage id).
@@ -118,7 +132,7 @@ class Foresight:
                 if key in self._watched or key in self._planned_keys:
                     self._live[key] = storage
         due: list[tuple[Storage, Technique | None]] = []
-        for key, technique in self._planned.get(path, _NOTHING).items():
+        for key, technique in self._due_planned.get(path, _NOTHING).items():
             planned = self._live.get(key)
             if technique is not None and planned is not None:
                 due.append((planned, technique))
@@ -128,15 +142,15 @@ class Foresight:
                 due.append((evicted, None))
         return due
 
-    def follow(self, end: int, plan: dict[int, dict[Key, Technique | None]], *, most: int) -> None:
+    def follow(self, end: int, plan: Plan, *, most: int) -> None:
         """File a plan for iterations that end at a path, in place of an older one.
 
         Parameters
         ----------
         end : int
             The path.
-        plan : dict
-            Path -> key -> what becomes of that storage there; None: it stays.
+        plan : Plan
+            What becomes of which storage where.
         most : int
             Plans that are kept; the oldest goes first.
         """
@@ -144,10 +158,20 @@ class Foresight:
         self._plans[end] = plan
         while len(self._plans) > most:
             del self._plans[next(iter(self._plans))]
-        self._planned = ChainMap(*reversed(self._plans.values()))
-        self._planned_keys = {
-            key for each in self._plans.values() for keys in each.values() for key in keys
-        }
+        newest_first = list(reversed(self._plans.values()))
+        self._due_planned = ChainMap(*[each.due for each in newest_first])
+        self._kept_behind = ChainMap(*[each.kept_behind for each in newest_first])
+        due = [keys for each in newest_first for keys in each.due.values()]
+        self._planned_keys = {key for keys in due for key in keys}
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether there is a plan of any program."""
+        return bool(self._plans)
+
+    def kept_next(self) -> frozenset[int]:
+        """Return the bytes of what the next function makes and a plan keeps until backward."""
+        return self._kept_behind.get(self._path, _NO_LENGTHS)
 
     def _begin(self, iteration: int) -> None:
         if iteration == self._iteration + 1:

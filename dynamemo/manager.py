@@ -29,6 +29,12 @@ from dynamemo.recipe import ParameterVersion, Replay
 from dynamemo.recorded import recorded_trace
 from dynamemo.storage import Storage, View
 
+#: Where a plan says what stays, only what is shorter than this part of the arena goes with it.
+_SMALL_SHARE_PLANNED = 256
+#: Backwards after which what has expired is left to the next shortage. The one that runs may hold
+#: it, or the parameter that its recipe needs.
+_MOST_TRIES = 4
+
 
 class MemoryManager(Evictor):
     """Keep the managed storages of one device within the pool."""
@@ -63,8 +69,9 @@ class MemoryManager(Evictor):
         self._compactor = Compactor(pool, self)
         #: Iteration in which room was made last.
         self._short_at = -2
-        #: Ids of storages that no backward will read again, to be freed.
-        self._expired: list[int] = []
+        #: Storages that no backward will read again, to be freed: their ids, and how often that was
+        #: tried.
+        self._expired: list[tuple[int, int]] = []
 
     # -- eviction --------------------------------------------------------------------------
 
@@ -123,12 +130,15 @@ class MemoryManager(Evictor):
         Only here, since backprop holds a function's arrays until the next one begins.
         """
         self.recorder.begin_backward(op_id)
+        if self.foresight.has_plans:
+            self.pool.long_lived = frozenset()
+            self.pool.coalesce()
         if self._expired and self.policy.frees_expired:
             self._free_expired()
 
     def end_backward(self, op_id: int) -> None:
         """Note that a function's backward has run."""
-        self._expired += self.recorder.end_backward(op_id)
+        self._expired += [(storage_id, 0) for storage_id in self.recorder.end_backward(op_id)]
 
     def _free_expired(self) -> None:
         """Take out what no backward will read again, where that costs nothing.
@@ -142,20 +152,25 @@ class MemoryManager(Evictor):
             self._is_evicting = True
             try:
                 self.look_around()
-                for storage_id in expired:
+                self._ask_again()
+                for storage_id, tries in expired:
                     storage = self._storages.get(storage_id)
-                    if storage is not None and storage.block is not None:
-                        self._free_at_no_cost(storage)
+                    if storage is None or storage.block is None:
+                        continue
+                    if not self._free_at_no_cost(storage) and tries < _MOST_TRIES:
+                        self._expired.append((storage_id, tries + 1))
             finally:
                 self._is_evicting = False
 
-    def _free_at_no_cost(self, storage: Storage) -> None:
+    def _free_at_no_cost(self, storage: Storage) -> bool:
+        """Tell whether a storage is gone, or may not go."""
         if storage.nbytes < self.min_bytes or not self._can_copy(storage):
-            return
+            return True
         candidate = self._candidate(storage)
         suggestion = self.policy.suggest(candidate) if candidate.is_expired else None
-        if suggestion is not None and suggestion.cost_s <= NEGLIGIBLE_S:
-            self._evict(storage, suggestion.technique)
+        if suggestion is None or suggestion.cost_s > NEGLIGIBLE_S:
+            return not candidate.is_expired
+        return self._evict(storage, suggestion.technique)
 
     # -- where it lies -----------------------------------------------------------------------
 
@@ -224,6 +239,21 @@ class MemoryManager(Evictor):
                     if self._can_copy(storage) and self.transfers.copy_out(storage):
                         self.counters.early_bytes += storage.nbytes
 
+        if self.foresight.has_plans:
+            self._lay_out_next()
+
+    def _lay_out_next(self) -> None:
+        """Have the pool put what the next function makes, and a plan keeps, apart from the rest.
+
+        What is kept lies at the high end in the order of its making, and goes from there in the
+        order of backward: it leaves no holes. What is short-lived has the low end for itself.
+        """
+        pool = self.pool
+        kept = self.foresight.kept_next()
+        if kept or pool.long_lived:
+            pool.long_lived = kept
+        pool.coalesce()
+
     def _drop_ahead(self, storage: Storage) -> None:
         """Drop a storage that a plan wants to be made again; it stays where that cannot be."""
         if self._is_evicting or storage.nbytes < self.min_bytes or not self._can_copy(storage):
@@ -238,7 +268,11 @@ class MemoryManager(Evictor):
     def _end_iteration(self, ran: dict[int, Ran], keys: dict[int, Key]) -> None:
         """Have the iteration that has ended planned, where memory was short in it."""
         if self.policy.follows_plans and self._short_at >= self.recorder.iterations - 1:
-            self._follower.end_iteration(ran, keys)
+            unplanned_share = self._unplanned_bytes / self.pool.capacity_bytes
+            self._follower.end_iteration(ran, keys, unplanned_share)
+            if self.foresight.has_plans:
+                self.small_share = _SMALL_SHARE_PLANNED
+        self._unplanned_bytes = 0
 
     def _look_back(self) -> Recorded:
         graph_bytes = sum(

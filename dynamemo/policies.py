@@ -111,8 +111,8 @@ class Policy(Protocol):
 
 #: Seconds that stand for none: what nobody will miss, or what a plan has given up, costs less.
 NEGLIGIBLE_S = 1e-12
-#: Seconds a byte of what nobody will miss: less than a microsecond over the longest distance for any
-#: tensor, and not nothing, so that among equals the run of the fewest bytes is taken.
+#: Seconds a byte of what nobody will miss; not nothing, so that among equals the run of the fewest
+#: bytes is taken.
 _NEXT_TO_NOTHING = 1e-21
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dynamemo.allocator import Pool
+from dynamemo.allocator import End, Pool
 from dynamemo.foresight import Foresight
 from dynamemo.storage import Storage
 from dynamemo.transfers import Transfers
@@ -206,11 +206,17 @@ class Prefetcher:
                 return
 
     def _begin(self, storage: Storage) -> bool:
+        pool = self._pool
+        usual_end = pool.default_end
+        if self._foresight.has_plans:
+            pool.default_end = End.HIGH  # beside what is kept: it is waiting too
         try:
-            with self._pool.retrying():
+            with pool.retrying():
                 return self._transfers.prefetch(storage, self._room.take_free, self._leaves_room)
         except MemoryError:
             return False  # there is room, but not where the pool may place it
+        finally:
+            pool.default_end = usual_end
 
     def _leaves_room(self) -> bool:
         return self._room.could_free(self._left)
