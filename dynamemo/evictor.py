@@ -44,8 +44,9 @@ MIN_BYTES = 4096
 #: middle of a backward there may be no room for them.
 _TRANSIENT_SHARE = 8
 
-#: Rebuilds that need one another may make no more than this part of the arena.
-_CHAIN_SHARE = 8
+#: Rebuilds that need one another may make no more than this part of the arena; more where a plan
+#: has looked at the iteration as a whole.
+_CHAIN_SHARE, _CHAIN_SHARE_PLANNED = 8, 3
 
 #: A block shorter than this part of the arena is placed at the high end, with what stays long:
 #: the temporaries of a convolution are many times its input, and need the space in one piece.
@@ -315,7 +316,8 @@ class Evictor(Restorer):
             return False
         if self.recorder.is_expired(storage.storage_id):
             return False
-        most_bytes = self.pool.capacity_bytes // _CHAIN_SHARE
+        share = _CHAIN_SHARE_PLANNED if self.foresight.has_plans else _CHAIN_SHARE
+        most_bytes = self.pool.capacity_bytes // share
         if self._chained_bytes(recipe) + storage.nbytes > most_bytes:
             return any(missing.recipe is not None for missing in recipe.missing())
         return any(

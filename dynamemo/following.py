@@ -26,7 +26,7 @@ MOST_PLANS = 32
 #: Occurrences of one program after which it is planned (again): costs are better known by then.
 _PLANNED_AFTER = frozenset({1, 3, 8, 64, 512})
 #: Part of the memory that a plan leaves: what lies between blocks, and what is not recorded. It
-#: grows by a step after each iteration in which more than `_TOLERATED` of the memory had to be freed
+#: grows by a step after each iteration in which more than `_TOLERATED` of it had to be freed
 #: besides what the plan says, and that many times at most.
 _MARGIN, _MARGIN_STEP = 0.04, 0.02
 _TOLERATED = 0.005

@@ -3,7 +3,7 @@
 The recorder knows operations and storages. Looked up here, when a trace is asked for and never
 while functions run: seconds as measured by signature, what is noise, and what may be copied out.
 
-What it does not cover: own bytes of operations, and seconds of a backward unless they were filed
+What it does not cover: own bytes of operations as measured, and seconds of a backward unless they were filed
 (then `Foresight` takes them from the forward).
 """
 
@@ -48,7 +48,12 @@ def recorded_trace(manager: MemoryManager) -> Trace:
 
 
 def _completed(manager: MemoryManager, operation: Operation, signature: Any) -> Operation:
-    """Add seconds, where the function was measured."""
+    """Add seconds, where the function was measured, and the temporaries of a backward.
+
+    The latter are taken to be those of its forward: a convolution's workspaces are much alike.
+    """
+    if operation.phase is not Phase.FORWARD and isinstance(signature, Signature):
+        operation = replace(operation, transient_bytes=signature.transient_bytes)
     if not manager.costs.is_measured(signature):
         return operation
     if operation.phase is Phase.FORWARD:
