@@ -27,13 +27,14 @@ _VIEWS = frozenset(
         *(numpy.result_type, numpy.can_cast, numpy.iscomplexobj, numpy.may_share_memory),
     }
 )
-#: Call the method of the same name.
-_METHODS = frozenset(
-    {
-        *(numpy.all, numpy.any, numpy.argmax, numpy.argmin, numpy.clip, numpy.copy, numpy.max),
-        *(numpy.mean, numpy.min, numpy.repeat, numpy.std, numpy.sum, numpy.take, numpy.var),
-    }
-)
+#: Call the method of that name.
+_METHODS = {
+    **{getattr(numpy, name): name for name in ("all", "any", "argmax", "argmin", "clip", "copy")},
+    **{getattr(numpy, name): name for name in ("max", "mean", "min", "repeat", "std", "sum")},
+    **{getattr(numpy, name): name for name in ("take", "var")},
+    numpy.amax: "max",
+    numpy.amin: "min",
+}
 
 
 def known(function: Any) -> Callable[..., Any] | None:
@@ -41,12 +42,8 @@ def known(function: Any) -> Callable[..., Any] | None:
     if function in _VIEWS:
         return function._implementation  # type: ignore[no-any-return]
     if function in _METHODS:
-        name = function.__name__.removeprefix("a") if function.__name__ in _OLD else None
-        return _method(name or function.__name__)
+        return _method(_METHODS[function])
     return _made_here.get(function)
-
-
-_OLD = ("amax", "amin")
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -127,7 +124,7 @@ def _empty_like(x: Any, dtype: Any = None, order: str = "K", **options: Any) -> 
 
 @_stands_in(numpy.full_like)
 def _full_like(x: Any, value: Any, dtype: Any = None, order: str = "K", **options: Any) -> Any:
-    return written(_empty_like(x, dtype, order, **options))
+    return _filled_like(x, dtype, order, **options)
 
 
 @_stands_in(numpy.zeros_like)

@@ -76,7 +76,7 @@ class Phantom(numpy.ndarray):
             (x,) = inputs
             return reduced(x, options.get("axis", 0), options, dtype=_reduced_dtype(ufunc, x))
         if method != "__call__":
-            raise NotRehearsedError(f"{ufunc.__name__}.{method}", sum(map(_touched, inputs)))
+            raise NotRehearsedError(f"{ufunc.__name__}.{method}", sum(map(touched_bytes, inputs)))
         if ufunc is numpy.matmul:
             return product(*inputs, out=None if out is None else out[0])
         shape = numpy.broadcast_shapes(*(numpy.shape(item) for item in inputs))
@@ -86,7 +86,7 @@ class Phantom(numpy.ndarray):
             new(shape, kind) if array is None else array
             for array, kind in zip(given, kinds, strict=True)
         )
-        present().work(sum(map(_touched, inputs)) + sum(map(_touched, results)))
+        present().work(sum(map(touched_bytes, inputs)) + sum(map(touched_bytes, results)))
         return results if len(results) > 1 else results[0]
 
     def __array_function__(self, function: Any, types: Any, given: Any, options: Any) -> Any:
@@ -133,7 +133,7 @@ class Phantom(numpy.ndarray):
     def copy(self, order: str = "C") -> Phantom:
         """Make another of its kind."""
         made = like(self, self.dtype, order)
-        present().work(_touched(self) + made.nbytes)
+        present().work(touched_bytes(self) + made.nbytes)
         return made
 
     def __copy__(self) -> Phantom:
@@ -148,7 +148,7 @@ class Phantom(numpy.ndarray):
         if dtype == self.dtype and not copy:
             return self
         made = like(self, dtype, order)
-        present().work(_touched(self) + made.nbytes)
+        present().work(touched_bytes(self) + made.nbytes)
         return made
 
     def reshape(self, *shape: Any, order: str = "C", **_: Any) -> Phantom:
@@ -158,7 +158,7 @@ class Phantom(numpy.ndarray):
             return super().reshape(wanted, copy=False)
         except ValueError:
             made = like(self, self.dtype, "C")
-            present().work(_touched(self) + made.nbytes)
+            present().work(touched_bytes(self) + made.nbytes)
             return made.reshape(wanted)
 
     def ravel(self, order: str = "C") -> Phantom:
@@ -174,7 +174,7 @@ class Phantom(numpy.ndarray):
 
     def fill(self, value: Any) -> None:
         """Write it."""
-        present().work(_touched(self))
+        present().work(touched_bytes(self))
 
     def dot(self, other: Any, out: Any = None) -> Any:
         """Multiply matrices."""
@@ -214,6 +214,10 @@ class Phantom(numpy.ndarray):
             present().work(2 * nbytes)
             return
         written(self[index], reads=isinstance(value, Phantom))
+
+    def scatter_add(self, index: Any, value: Any) -> None:
+        """Add where the index says."""
+        present().work(3 * touched_bytes(value))
 
     def get(self, *_: Any, **__: Any) -> numpy.ndarray:
         """Return an array of the host, of zeros."""
@@ -262,7 +266,7 @@ def like(array: Any, dtype: Any, order: str) -> Phantom:
 
 def written(array: Phantom, *, reads: int = 0) -> Phantom:
     """Let a kernel write an array that reads so many of its size; return it."""
-    present().work(_touched(array) * (1 + reads))
+    present().work(touched_bytes(array) * (1 + reads))
     return array
 
 
@@ -275,7 +279,7 @@ def reduced(x: Any, axis: Any, options: dict[str, Any], *, dtype: Any, out: Any 
     else:
         shape = tuple(n for a, n in enumerate(x.shape) if a not in axes)
     made = new(shape, dtype) if out is None else out
-    present().work(_touched(x) + made.nbytes)
+    present().work(touched_bytes(x) + made.nbytes)
     return made
 
 
@@ -289,15 +293,17 @@ def product(a: Any, b: Any, out: Any = None) -> Phantom:
     made = new((*stacked, *rows, *columns), a.dtype) if out is None else out
     gpu = present()
     flops = 2.0 * made.size * first[-1]
-    gpu.work(_touched(a) + _touched(b) + made.nbytes, flops, gpu.roofline.product_flops_per_s)
+    gpu.work(
+        touched_bytes(a) + touched_bytes(b) + made.nbytes, flops, gpu.roofline.product_flops_per_s
+    )
     return made
 
 
 # -- helpers --
 
 
-def _touched(item: Any) -> int:
-    """Return the bytes under an array; what is repeated by a stride of 0 counts once."""
+def touched_bytes(item: Any) -> int:
+    """Return the bytes under an array, 0 for what is none; a stride of 0 counts once."""
     if not isinstance(item, numpy.ndarray):
         return 0
     return math.prod(n for n, s in zip(item.shape, item.strides, strict=True) if s) * item.itemsize

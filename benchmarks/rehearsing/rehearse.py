@@ -84,6 +84,7 @@ def rehearse(
     taken: list[Step] = []
     witness = Witness(device) if explains else None
     error = None
+    gc.collect()  # so that the collector's next turns come when they would in a fresh process
     try:
         with standing_in(device.gpu), runtime:
             if witness is not None:

@@ -150,12 +150,12 @@ class DropoutStates:
         return written(new(gy.shape, gy.dtype), reads=1)
 
 
-_VERSION = 91900
+VERSION = 91900
 
 libcudnn = types.SimpleNamespace(
     **{name: value for name, value in vars(names).items() if name.startswith("CUDNN_")},
-    getVersion=lambda: _VERSION,
-    get_build_version=lambda: _VERSION,
+    getVersion=lambda: VERSION,
+    get_build_version=lambda: VERSION,
 )
 cudnn = types.SimpleNamespace(
     activation_backward=activation_backward,
@@ -175,4 +175,3 @@ cudnn = types.SimpleNamespace(
     set_max_workspace_size=settings.set_max_workspace_size,
     DropoutStates=DropoutStates,
 )
-VERSION = _VERSION
