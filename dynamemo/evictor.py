@@ -77,6 +77,8 @@ class Evictor(Restorer):
         self.min_bytes = min_bytes
         #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
         self._to_ask_again: deque[tuple[int, int]] = deque()
+        #: Which search for room this is: what somebody else refers to is looked at once in each.
+        self._pass = 0
         #: Bytes of what somebody will miss that were evicted under pressure in this iteration.
         self._unplanned_bytes = 0
         self._is_evicting = False
@@ -168,14 +170,13 @@ class Evictor(Restorer):
                 self._unplanned_bytes += storage.nbytes
             return True
         other = self.policy.suggest(self._candidate(storage))
-        if other is not None and storage.refused_at != self.recorder.clock:
+        if other is not None and storage.refused_in != self._pass:
             offers[offset] = (storage, other)
         return False
 
     def _offers(self, *, is_free: bool = False) -> dict[int, tuple[Storage, Suggestion]]:
         self._ask_again()
         offers = {}
-        clock = self.recorder.clock
         for storage in list(self._storages.values()):
             arrival = storage.arrival
             if arrival is not None:
@@ -183,7 +184,7 @@ class Evictor(Restorer):
                     offers[arrival.block.offset] = (storage, self._cancellation(storage))
                 continue
             block = storage.block
-            if block is None or storage.refused_at == clock:
+            if block is None or storage.refused_in == self._pass:
                 continue
             if storage.nbytes < self.min_bytes or not self._can_copy(storage):
                 continue
@@ -246,8 +247,7 @@ class Evictor(Restorer):
             try:
                 self.drain()
                 self.transfers.reap()
-                for storage in self.storages():
-                    storage.refused_at = -1  # what held it then may have let go
+                self._pass += 1  # what held a storage in the last one may have let go
                 offers = self._offers()
                 while offers:
                     self._take(offers, next(iter(offers)))
@@ -264,7 +264,7 @@ class Evictor(Restorer):
             return True
         contents = self._contents(storage)
         if not contents.arrays or not self._is_ours_alone(contents):
-            storage.refused_at = self.recorder.clock
+            storage.refused_in = self._pass
             return False
         views = [self.device.view_of(array, block) for array in contents.arrays]
         if technique is Technique.RECOMPUTE:
@@ -290,7 +290,7 @@ class Evictor(Restorer):
         storage.is_away = True
         contents.arrays.clear()
 
-    def _drop(self, storage: Storage, *, is_planned: bool) -> bool:
+    def _drop(self, storage: Storage, *, is_planned: bool = False) -> bool:
         recipe = self._plan(storage)
         if recipe is None or (not is_planned and self._would_chain(storage, recipe)):
             storage.recompute_s = math.inf

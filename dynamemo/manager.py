@@ -88,6 +88,7 @@ class MemoryManager(Evictor):
         if self._is_evicting or self._is_closed:
             return False
         self._is_evicting = True
+        self._pass += 1
         self._short_at = self.recorder.iterations
         try:
             self._prefetcher.note_request(requested_bytes)

@@ -204,8 +204,12 @@ class Recipe:
     def run(self, replay: Replay) -> Array:
         """Apply the steps; every outer source has to be resident.
 
-        Intermediate results are released after their last use.
+        Outer sources are held, and intermediate results too, until they were used last.
         """
+        outer = {
+            number: [source.array() for source in step.sources if not isinstance(source, FromStep)]
+            for number, step in enumerate(self.steps)
+        }
         last_use = {
             (source.step, source.output_index): number
             for number, step in enumerate(self.steps)
@@ -226,16 +230,19 @@ class Recipe:
             for key, use in last_use.items():
                 if use == number:
                     values.pop(key, None)
-            wanted = self._attribute if step.function is None else None
-            result = replay(function, inputs, step.application, wanted)
+            del outer[number]
+            is_last = step.function is None
+            made = replay(function, inputs, step.application, self._attribute if is_last else None)
             del inputs
-            if wanted is not None:
-                return result
-            outputs = result
-            for index, output in enumerate(outputs):
+            if is_last and self._attribute is not None:
+                return made
+            if is_last:
+                return made[self._output_index]
+            for index in range(len(made)):
                 if (number, index) in last_use:
-                    values[number, index] = output
-        return outputs[self._output_index]
+                    values[number, index] = made[index]
+            del made
+        raise InternalError("a recipe without a last step")
 
 
 #: Gives the version of a parameter that an application saw, or None where it is gone or unsafe.

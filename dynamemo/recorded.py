@@ -3,8 +3,9 @@
 The recorder knows operations and storages. Looked up here, when a trace is asked for and never
 while functions run: seconds as measured by signature, what is noise, and what may be copied out.
 
-What it does not cover: own bytes of operations as measured, and seconds of a backward unless they were filed
-(then `Foresight` takes them from the forward).
+What it does not cover: own bytes of operations as measured, and seconds of a backward unless they
+were filed
+(else `Foresight` takes them from the forward).
 """
 
 from __future__ import annotations

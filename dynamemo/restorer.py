@@ -93,9 +93,7 @@ class Restorer(Records):
             raise InternalError(f"a copy of {storage.nbytes:,} bytes came back from a tier changed")
 
     def _recompute(self, storage: Storage, recipe: Recipe) -> list[Array]:
-        sources = [source.array() for source in recipe.outer_sources()]
         made = recipe.run(self._replay)
-        del sources
         if storage.producer is None:
             raise InternalError(f"{recipe.label()} was to be applied again without a record")
         view = storage.producer.view

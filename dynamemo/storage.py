@@ -172,7 +172,7 @@ class Storage:
         "producer",
         "recipe",
         "recompute_s",
-        "refused_at",
+        "refused_in",
         "slots",
         "storage_id",
         "ticket",
@@ -214,8 +214,8 @@ class Storage:
         self.recipe: Recipe | None = None
         #: Estimated seconds to recompute it; None: not asked yet; inf: cannot be recomputed.
         self.recompute_s: float | None = None
-        #: Position at which an eviction was refused because something else refers to the array.
-        self.refused_at = -1
+        #: The search for room in which it stayed because something else refers to the array.
+        self.refused_in = -1
         #: State of the tiers when they last had no room for it.
         self.ticket_refused_at = -1
         #: Dropped storages whose recipe reads this one.

@@ -5,7 +5,7 @@ import weakref
 import numpy
 import pytest
 
-from dynamemo.foresight import MEMORY, Foresight
+from dynamemo.foresight import MEMORY, Foresight, Plan
 from dynamemo.graph import CostModel, Recorder, StorageKind
 from dynamemo.policies import Technique
 from dynamemo.storage import Producer, Storage, View
@@ -122,7 +122,7 @@ def plan_of(program, signatures, decisions):
     plan = {}
     for number, (place, technique) in decisions.items():
         plan.setdefault(ran[first + place][0], {})[keys[made[number]]] = technique
-    program.foresight.follow(ran[max(ran)][0], plan, most=2)
+    program.foresight.follow(ran[max(ran)][0], Plan(plan, {}), most=2)
 
 
 def test_a_plan_says_what_becomes_of_a_storage_where_its_program_comes_by(program):
