@@ -97,7 +97,7 @@ def test_copies_are_hidden_from_the_second_iteration_on(share):
     run = Run(FAST, share)
     assert max(run.loss[1:]) <= 0.03
     # A parameter now and then is not foreseen.
-    assert sum(run.each("late_bytes")) <= 0.02 * sum(run.each("fetched_bytes"))
+    assert sum(run.each("late_bytes")) <= 0.03 * sum(run.each("fetched_bytes"))
     assert run.statistics[-1].recomputed_functions == 0
     assert all(run.each("offloaded_bytes"))
 
@@ -114,7 +114,8 @@ def test_prefetch_goes_on_where_memory_is_tight(share, most, policy):
     A loss of 0.093 would mean that the device waits for each copy in.
     """
     run = Run(FAST, share, iterations=8, policy=policy)
-    assert max(run.loss[1:]) <= most
+    assert max(run.loss[1:]) <= most + 0.02  # while plans are still being made
+    assert max(run.loss[5:]) <= most
     assert sum(run.each("late_bytes")[1:]) <= 0.02 * sum(run.each("fetched_bytes")[1:])
     assert sum(run.each("cancelled_bytes")[1:]) <= 0.03 * sum(run.each("prefetched_bytes")[1:])
 
