@@ -195,7 +195,15 @@ class BlockHeap:
             where no run is long enough. Among equally cheap runs the one that frees the fewest
             bytes, then the lowest.
         """
-        blocks = (block for block in self.blocks() if block.offset >= floor)
+        free_at, live = self._free_at, self._live
+        offered = [offset for offset in costs if offset in live]
+        blocks = [
+            HeapBlock(offset, free_at[offset], True)
+            if offset in free_at
+            else HeapBlock(offset, live[offset], False)
+            for offset in sorted([*offered, *free_at])
+            if offset >= floor
+        ]
         return cheapest_window(blocks, nbytes, costs)
 
     def rebuild(self, live: Mapping[int, int]) -> None:

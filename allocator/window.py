@@ -31,17 +31,20 @@ def cheapest_window(
 ) -> tuple[int, ...] | None:
     """Return the offsets to free for a run of `nbytes`; see `BlockHeap.cheapest_window`.
 
-    A window slides once over the blocks, in address order: linear in their number.
+    A window slides once over the blocks, in address order: linear in their number. Blocks that
+    must stay may be left out.
     """
     run: list[tuple[HeapBlock, float]] = []
-    start = run_bytes = freed_bytes = 0
+    start = run_bytes = freed_bytes = end = 0
     run_cost = 0.0
     best: tuple[float, int] | None = None
     chosen, chosen_from, chosen_to = run, 0, 0
     for block in blocks:
         cost = 0.0 if block.is_free else costs.get(block.offset, inf)
-        if cost == inf:
+        if cost == inf or block.offset != end:
             run, start, run_bytes, freed_bytes, run_cost = [], 0, 0, 0, 0.0
+        end = block.offset + block.block_bytes
+        if cost == inf:
             continue
         run.append((block, cost))
         run_bytes += block.block_bytes

@@ -77,6 +77,8 @@ class Evictor(Restorer):
         self.min_bytes = min_bytes
         #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
         self._to_ask_again: deque[tuple[int, int]] = deque()
+        #: Called where nothing known makes room: tells of what lies in the same places for long.
+        self.look_for_lasting: Callable[[], None] = look_nowhere
         #: Which search for room this is: what somebody else refers to is looked at once in each.
         self._pass = 0
         #: Bytes of what somebody will miss that were evicted under pressure in this iteration.
@@ -119,27 +121,37 @@ class Evictor(Restorer):
         storage.dependents = None
 
     def _free_run(self, requested_bytes: int) -> bool:
-        pool, offers = self.pool, self._offers()
+        """Make a run free: of what nobody will miss, else of what costs least."""
+        pool = self.pool
         is_long = requested_bytes >= pool.small_block_bytes
         if is_long:
             self._widen_low_area(requested_bytes)
         floor = 0 if is_long else pool.low_area_bytes
+        if self._take_cheapest(requested_bytes, self._offers(is_missed=False), floor):
+            return True
         if floor and pool.largest_free_bytes() >= requested_bytes:
-            # There is room where long temporaries were: it is taken before anything is given up.
-            costs = costs_of(offers)
-            window = pool.cheapest_window(requested_bytes, costs, floor=floor)
-            if window is None or any(costs[block.offset] > NEGLIGIBLE_S for block in window):
-                pool.low_area_bytes = 0
-                return True
-        while True:
-            window = pool.cheapest_window(requested_bytes, costs_of(offers), floor=floor)
-            if window is None and floor:
-                # Better in the way of long blocks than nowhere, until the function is done.
-                floor = pool.low_area_bytes = 0
-            elif window is None:
+            # There is room where long temporaries were: it is taken before anything is missed.
+            pool.low_area_bytes = 0
+            return True
+        if self._take_cheapest(requested_bytes, self._offers(), floor):
+            return True
+        self.look_for_lasting()
+        # Better in the way of long blocks than nowhere, until the function is done.
+        if floor:
+            pool.low_area_bytes = 0
+        return self._take_cheapest(requested_bytes, self._offers(), 0)
+
+    def _take_cheapest(
+        self, nbytes: int, offers: dict[int, tuple[Storage, Suggestion]], floor: int
+    ) -> bool:
+        """Make the cheapest run free of those that are offered; False where there is none."""
+        while offers:
+            window = self.pool.cheapest_window(nbytes, costs_of(offers), floor=floor)
+            if window is None:
                 return False
-            elif self._take_all(offers, window):
+            if self._take_all(offers, window):
                 return True
+        return False
 
     def _take_all(
         self, offers: dict[int, tuple[Storage, Suggestion]], window: tuple[Block, ...]
@@ -174,13 +186,24 @@ class Evictor(Restorer):
             offers[offset] = (storage, other)
         return False
 
-    def _offers(self, *, is_free: bool = False) -> dict[int, tuple[Storage, Suggestion]]:
+    def _offers(self, *, is_missed: bool = True) -> dict[int, tuple[Storage, Suggestion]]:
+        """Return what can be evicted, and how, by the offset of its block.
+
+        Parameters
+        ----------
+        is_missed : bool
+            Whether what somebody will miss is offered too. What nobody will: no backward is
+            expected to read it, or a plan has given it up.
+        """
         self._ask_again()
         offers = {}
+        is_expired = self.recorder.is_expired
         for storage in list(self._storages.values()):
+            if not (is_missed or storage.is_given_up or is_expired(storage.storage_id)):
+                continue
             arrival = storage.arrival
             if arrival is not None:
-                if arrival.block is not None and not is_free:
+                if arrival.block is not None and is_missed:
                     offers[arrival.block.offset] = (storage, self._cancellation(storage))
                 continue
             block = storage.block
@@ -189,13 +212,12 @@ class Evictor(Restorer):
             if storage.nbytes < self.min_bytes or not self._can_copy(storage):
                 continue
             candidate = self._candidate(storage)
-            if is_free and not (candidate.is_expired and candidate.is_free):
-                continue
             suggestion = self.policy.suggest(candidate)
             if storage.is_given_up and candidate.offload_s == 0.0:
                 suggestion = Suggestion(Technique.OFFLOAD, NEGLIGIBLE_S)
-            if suggestion is not None:
-                offers[block.offset] = (storage, suggestion)
+            if suggestion is None or not (is_missed or suggestion.cost_s <= NEGLIGIBLE_S):
+                continue
+            offers[block.offset] = (storage, suggestion)
         return offers
 
     def _ask_again(self) -> None:
@@ -392,3 +414,7 @@ class Evictor(Restorer):
 def costs_of(offers: dict[int, tuple[Storage, Suggestion]]) -> dict[int, float]:
     """Return the cost of each offer, by the offset of its block."""
     return {offset: suggestion.cost_s for offset, (_, suggestion) in offers.items()}
+
+
+def look_nowhere() -> None:
+    """Know of nothing besides what the manager was told."""

@@ -19,7 +19,7 @@ import numpy
 from dynamemo.allocator import OutOfMemoryError, Pool, TierStack
 from dynamemo.compaction import Compactor
 from dynamemo.device import Device
-from dynamemo.evictor import MIN_BYTES, Evictor, costs_of
+from dynamemo.evictor import MIN_BYTES, Evictor, costs_of, look_nowhere
 from dynamemo.following import Follower, Recorded
 from dynamemo.foresight import Key, Ran
 from dynamemo.graph import LinkRate
@@ -62,7 +62,7 @@ class MemoryManager(Evictor):
             min_bytes=min_bytes,
         )
         #: Called before offers are made: tells the manager of arrays that moved into new places.
-        self.look_around: Callable[[], None] = _look_nowhere
+        self.look_around: Callable[[], None] = look_nowhere
         self._follower = Follower(self.foresight, self._look_back)
         self.foresight.end_iteration = self._end_iteration
         self._prefetcher = Prefetcher(pool, self.foresight, self.transfers, self)
@@ -352,7 +352,7 @@ class MemoryManager(Evictor):
     def _free_offers(self) -> dict[int, tuple[Storage, Suggestion]]:
         """Offer what can be had for nothing now."""
         self.look_around()
-        offers = self._offers(is_free=True)
+        offers = self._offers(is_missed=False)
         return {at: offer for at, offer in offers.items() if self._can_carry_out(*offer)}
 
     def _can_carry_out(self, storage: Storage, suggestion: Suggestion) -> bool:
@@ -390,7 +390,3 @@ class MemoryManager(Evictor):
         )
         if self.transfers.refusal is not None:
             error.detail += f"; {self.transfers.refusal}"
-
-
-def _look_nowhere() -> None:
-    """Know of nothing besides what the manager was told."""

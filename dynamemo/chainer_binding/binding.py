@@ -93,6 +93,7 @@ class ChainerBinding:
         self._sampler = self._recording.sampler
         self.slumber = Slumber(manager)
         manager.look_around = self._look_around
+        manager.look_for_lasting = self._look_for_lasting
 
     def enter(self) -> None:
         """Put the seams in place."""
@@ -334,7 +335,7 @@ class ChainerBinding:
         application = function.__dict__.get(RECORD)
         if application is None:
             return
-        if not manager.recorder.is_in_backward and self._is_short():
+        if not (self._frames or manager.recorder.is_iteration_open) and self._is_short():
             # Gradients are cleared by now: what stays can move into their holes.
             self._recording.note_lasting()
             manager.gather_lasting()
@@ -364,6 +365,9 @@ class ChainerBinding:
         self._wake()
         self._sampler.settle()
         self._prepare_eviction()
+
+    def _look_for_lasting(self) -> None:
+        """Tell the manager of gradients and optimizer state: nothing else would make room."""
         if not self._frames:
             self._recording.note_lasting()
 
