@@ -77,7 +77,7 @@ class Evictor(Restorer):
         self.min_bytes = min_bytes
         #: Storages that had no recipe when they were to be dropped: the clock then, and the id.
         self._to_ask_again: deque[tuple[int, int]] = deque()
-        #: Called where nothing known makes room: tells of what lies in the same places for long.
+        #: Called before anything is taken that will be missed: tells of what stays in its place.
         self.look_for_lasting: Callable[[], None] = look_nowhere
         #: Which search for room this is: what somebody else refers to is looked at once in each.
         self._pass = 0
@@ -133,12 +133,13 @@ class Evictor(Restorer):
             # There is room where long temporaries were: it is taken before anything is missed.
             pool.low_area_bytes = 0
             return True
+        self.look_for_lasting()
         if self._take_cheapest(requested_bytes, self._offers(), floor):
             return True
-        self.look_for_lasting()
+        if not floor:
+            return False
         # Better in the way of long blocks than nowhere, until the function is done.
-        if floor:
-            pool.low_area_bytes = 0
+        pool.low_area_bytes = 0
         return self._take_cheapest(requested_bytes, self._offers(), 0)
 
     def _take_cheapest(

@@ -367,7 +367,7 @@ class ChainerBinding:
         self._prepare_eviction()
 
     def _look_for_lasting(self) -> None:
-        """Tell the manager of gradients and optimizer state: nothing else would make room."""
+        """Tell the manager of gradients and optimizer state."""
         if not self._frames:
             self._recording.note_lasting()
 
