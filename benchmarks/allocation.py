@@ -270,7 +270,7 @@ def main() -> int:
     figures = measure(trace, peers, rounds=options.rounds, passes=options.passes)
     result: dict[str, Any] = {
         "environment": describe(),
-        "options": vars(options),
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
         "pairs": len(trace) // 2,
         "peak_bytes": peak_bytes,
         "ns_per_pair": figures,

@@ -78,7 +78,8 @@ def main() -> int:
 
 def _write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if options.out:
-        result = {"environment": describe(), "options": vars(options), "runs": rows}
+        asked = {key: value for key, value in vars(options).items() if key != "out"}
+        result = {"environment": describe(), "options": asked, "runs": rows}
         with open(options.out, "w") as file:
             json.dump(result, file, indent=2)
 

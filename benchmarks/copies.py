@@ -239,7 +239,8 @@ def main() -> int:
         runs["torch's reserve"] = _start(options, "ours", "--budget", str(peer_bytes))
     runs["stock again"] = _start(options, "ours")
     failures = _judge(runs)
-    result = {"environment": describe(), "options": vars(options), "runs": runs}
+    asked = {key: value for key, value in vars(options).items() if key != "out"}
+    result = {"environment": describe(), "options": asked, "runs": runs}
     if options.out:
         with open(options.out, "w") as file:
             json.dump(result, file, indent=1)

@@ -41,7 +41,8 @@ def main() -> int:
     peak_bytes = runtime.statistics().peak_bytes
     rows = [_run(policy, expected, peak_bytes) for policy in options.policies.split(",")]
     if options.out:
-        result = {"environment": describe(), "options": vars(options), "runs": rows}
+        asked = {key: value for key, value in vars(options).items() if key != "out"}
+        result = {"environment": describe(), "options": asked, "runs": rows}
         with open(options.out, "w") as file:
             json.dump(result, file, indent=2)
     return any(row["differing_steps"] or row["over_bytes"] > 0 for row in rows)
